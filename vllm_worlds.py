@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry points of the distribution `vllm-worlds`, which refuse to run if another `vllm_omni` is
-installed.
+"""Entry points of the `vllm-worlds` distribution, which refuse to run if another project's
+`vllm_omni` is installed.
 
-The public index contains another project, `vllm-omni`, and its package is also called `vllm_omni`.
+PyPI contains another project, `vllm-omni`, and its package is also called `vllm_omni`.
 pip installs both into the same environment without a warning. The files of the two packages then
-overwrite each other, and Python imports a mixture. The checks are in this module instead of
+overwrite each other, and Python imports a mixture of both. The checks are in this module instead of
 `vllm_omni`, because importing a module of that package runs its `__init__`, which may be that of
 the other project.
 
@@ -21,8 +21,8 @@ from pathlib import Path
 DISTRIBUTION = "vllm-worlds"
 """Name of this project for pip. The package of the project is imported as `vllm_omni`."""
 OTHER_DISTRIBUTION = "vllm-omni"
-"""Name of the other project. The same name was the former name of this project, which was never
-published under it.
+"""Name of the other project. This project formerly had the same name but was never published under
+that name.
 """
 _MARK = Path("entrypoints", "cli", "doctor.py")
 _PLUGINS = "vllm.endpoint_plugins"
@@ -35,7 +35,7 @@ class OtherPackageError(RuntimeError):
 
 
 def main() -> None:
-    """Run the command `vllm-omni`, which is also installed as `vllm-worlds`.
+    """Run the `vllm-omni` command, which is also installed as `vllm-worlds`.
 
     Exits with status 2 if another project's `vllm_omni` is in the environment.
     """
@@ -65,7 +65,7 @@ def refuse_other_package(paths: Sequence[str] | None = None) -> None:
     """Check that no other project's `vllm_omni` is in the environment.
 
     Args:
-        paths: Folders in which packages are searched. Default: `sys.path`.
+        paths: Folders to search for packages. Default: `sys.path`.
 
     Raises:
         OtherPackageError: Another project's `vllm_omni` is in one of the folders.

@@ -13,10 +13,10 @@ The result contains frames per second, the time to the first frame, and stage ti
     # try it without a GPU
     python benchmarks/abot_world.py --tiny --height 64 --width 96 --eager --chunks 10
 
-Random weights of the released shapes take the same time as trained weights. The steady state is the
-median over all chunks after the window is full. Chunks are measured end to end, from the controls
-to the uint8 frames, and each chunk is requested while its predecessor is running. The time to the
-first frame includes the encoding of all images. The authors of the model report 16 frames per
+Random weights with the released shapes give the same times as trained weights. The steady state is
+the median over all chunks after the window is full. Chunks are measured end to end, from the
+controls to the uint8 frames, and each chunk is requested while its predecessor is running. The time
+to the first frame includes encoding all images. The authors of the model report 16 frames per
 second on an RTX 5090 with FP8.
 """
 
@@ -37,8 +37,8 @@ TINY_VAE_CHANNELS = (256, 128, 64, 64)
 
 def write_checkpoint(root: Path) -> None:
     """Write a checkpoint directory of the released architecture without weights, for --load-format
-    dummy. The directory contains a tokenizer, and the tiny decoder with its weights, because its
-    widths are read from its file.
+    dummy. The directory also contains a tokenizer and the weights of the tiny decoder, because the
+    layer widths of the tiny decoder are read from its file.
     """
     from vllm_omni.model_executor.models.wan.architecture import WAN_2_2_VAE
     from vllm_omni.testing.tiny.text_tokenizers import write_t5_tokenizer

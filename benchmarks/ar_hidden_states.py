@@ -6,15 +6,16 @@
 
     # the figure to quote from a CPU: about 8 minutes
     python benchmarks/ar_hidden_states.py --starts 4 --pairs 300
-    # stock vLLM beside stock vLLM: the method's own error
+    # stock vLLM against stock vLLM: the error of the method itself
     python benchmarks/ar_hidden_states.py --control
 
 Two engines run at the same time. Each is a single process that contains front end, scheduler,
-worker and model, so the processor time of this process is the whole cost of its requests, and no
-process waits by spinning. The engines take turns on the same requests in short slices, in the order
-stock, ours, ours, stock, so that other load on the machine affects both. On a CPU, both engines
-have one thread on the same core and the same hash seed, and start each slice right after a garbage
-collection. A pair is one such round: the time of our two slices divided by the time of the two
+worker and model, so the processor time of this process is the entire cost of its requests, and no
+processor time is spent on busy-waiting for other processes. The engines alternately run the same
+requests in short slices, in the order stock, ours, ours, stock, so that other load on the machine
+affects both engines. On a CPU, both engines have one thread on the same core and the same hash
+seed, and start each slice right after a garbage collection. One round of four slices is called a
+pair. The value of a pair is the time of this package's two slices divided by the time of the two
 stock slices.
 
 For requests without hidden states, the result contains the ratios of processor time and of elapsed
@@ -23,10 +24,10 @@ long as the process lives, and more pairs do not reveal this. The engines are th
 `--starts` times: the ratio is the geometric mean of the medians of all starts, and the bootstrap
 interval resamples first the starts and then the pairs within each start. Quote processor time from
 a machine that runs other programs too, and elapsed time from a GPU. The result also contains the
-number of Python and C calls in one slice of each engine, which is free of noise. For requests with
-hidden states, the result contains the bytes copied, the bytes requested, and tokens per second. The
-benchmark first checks that hidden states arrive and agree with a plain forward pass of
-transformers.
+number of Python and C calls in one slice of each engine, which does not depend on other load. For
+requests with hidden states, the result contains the bytes copied, the bytes requested, and tokens
+per second. The benchmark first checks that hidden states arrive and agree with a plain forward pass
+of transformers.
 """
 
 import argparse
@@ -239,8 +240,8 @@ def check_rows(llm: Any, args: argparse.Namespace, model: Path, dtype: str) -> d
     benchmark if they are missing or wrong.
 
     bf16 rounds after every operation and the error grows with depth, so the bf16 hidden states of
-    transformers define the rounding error of this model. Ours may differ from the fp32 ones by at
-    most 1.5 times that error. In fp32, the tolerance is 1e-4.
+    transformers define the rounding error of this model. The hidden states of this package
+    may differ from the fp32 ones by at most 1.5 times that error. In fp32, the tolerance is 1e-4.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -332,8 +333,8 @@ def bytes_copied(llm: Any, args: argparse.Namespace) -> int:
 
 
 def unasked(stock: Engine, ours: Engine, args: argparse.Namespace) -> dict[str, Any]:
-    """Run rounds of four slices without hidden states. Each round contains, for both clocks, the
-    seconds of the stock engine and of ours.
+    """Run rounds of four slices without hidden states. For each round, the result contains the
+    processor time and the elapsed time of the stock engine and of this package's engine.
     """
     for warm_up in (stock, ours) * 3:
         warm_up.call(slice_of_traffic)
@@ -397,7 +398,7 @@ def center(starts: Sequence[Sequence[float]]) -> float:
 
 def confidence_interval(starts: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Return the 95 % bootstrap interval of `center`, which resamples starts and then pairs within
-    each start. The same values always give the same interval.
+    each start. Equal arguments always give equal intervals.
     """
     generator = random.Random(0)
     centers = sorted(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure attention over FP8 keys and values, and the passes around it.
+"""Measure attention over FP8 keys and values, and the passes before and after it.
 
 The error of each kernel against fp32 is measured first, and then its time.
 
@@ -9,10 +9,11 @@ The error of each kernel against fp32 is measured first, and then its time.
 
 The shapes are those of 480x832 chunks: the windows of LingBot World (18 latent frames) and causal
 Wan 1.3B (21 latent frames), cross-attention to 512 text tokens, and the inputs of a LingBot block's
-linear layers. Each time is the median over CUDA graphs of several calls, which excludes the launch
-time of the host. Errors are relative, |found - fp32| / |fp32|, for 256 of the queries: `flat`
-queries attend to all keys equally, and `peaked` queries attend to a few. If this build of vLLM or
-this GPU lacks a candidate, the candidate is listed in `failed`.
+linear layers. Times are medians per call, measured with CUDA graphs of several calls, and
+exclude the time that the host takes to launch kernels. Errors are relative, |found - fp32| /
+|fp32|, for 256 of the queries: `flat` queries attend to all keys equally, and `peaked` queries
+attend to a few. Candidates that this build of vLLM or this GPU does not support are listed in
+`failed`.
 """
 
 import argparse
@@ -231,7 +232,9 @@ OTHERS: Candidates = {
     "bf16, FlashAttention 4": Case.flash_4,
     "bf16, FlashInfer": Case.flashinfer,
 }
-"""Attention of torch and of other packages, for comparison. Some compile at their first call."""
+"""Attention implementations of torch and other packages, for comparison. Some of these
+implementations are compiled when they are first called.
+"""
 
 
 def attentions(results: Results, shape: Shape, candidates: Candidates) -> None:
@@ -326,8 +329,8 @@ def passes(results: Results, shape: Shape) -> None:
 
 
 def activations(results: Results, tokens: int, width: int) -> None:
-    """Compare two ways to quantize with one scale per token: vLLM's CUDA kernel, and what vLLM runs
-    without `+quant_fp8`.
+    """Compare two ways to quantize with one scale per token: vLLM's CUDA kernel, and the
+    implementation that vLLM uses without `+quant_fp8`.
     """
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8

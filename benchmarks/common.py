@@ -82,7 +82,7 @@ def add_tracing_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def precision_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the engine's arguments for reduced precision. These arguments are also recorded in the
+    """Return the engine's arguments for reduced precision, which are also recorded in the
     result.
     """
     return {
@@ -305,9 +305,9 @@ async def first_frames(
     """Measure the time to the first frame of several sessions, which run one at a time on an idle
     engine.
 
-    Each record of the result is for one session, in milliseconds. `outside` is the part of the time
-    that no stage accounts for. The first session of an engine takes longer, because every process
-    runs most of its code for the first time.
+    The result has one record per session, with times in milliseconds. `outside` is the part of the
+    time that no stage accounts for. The first session of an engine takes longer, because every
+    process runs most of its code for the first time.
     """
     records = []
     for number in range(LATER_SESSIONS):
@@ -405,7 +405,7 @@ def fast_paths() -> list[dict[str, Any]]:
 
 
 def command_line() -> str:
-    """Return the command as a reader would type it, without directories of this machine."""
+    """Return the command as a reader would type it, without machine-specific directories."""
     words = iter(sys.argv[1:])
     retained = [word for word in words if word not in ("--out", "--cache") or next(words) is None]
     return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(shlex.quote, retained)])

@@ -7,8 +7,8 @@ All ranks have the same limits.
     python benchmarks/data_parallel.py
 
 Sessions are started one after the other, as an endpoint does, until the engine responds with
-`capacity`. All admitted sessions then generate one more chunk at the same time. Admission is by
-bytes (`omni.max_session_bytes`), which is a limit per rank.
+`capacity`. All admitted sessions then generate one more chunk at the same time. Sessions are
+admitted by size: `omni.max_session_bytes` limits their bytes on each rank.
 """
 
 import argparse

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the shipped village on a CPU: elapsed and processor time per chunk in the engine.
+"""Measure the demo world that ships with the package on a CPU.
+
+The result contains the elapsed time and the processor time per chunk in the engine.
 
     python benchmarks/demo_world.py
     python benchmarks/demo_world.py --chunks 40

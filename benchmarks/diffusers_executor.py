@@ -8,16 +8,17 @@
 
 Each pair runs the request once in a real engine (the front end in this process, EngineCore and
 pipeline in another) and once by calling the pipeline in this process. The order is drawn at random
-for each pair, so that changes in the machine's load affect both. Both runs end with uint8 images in
-the host memory of this process. The result is the median over pairs of (engine time / direct time -
-1), for elapsed time and for the processor time of this process and its children. Other programs on
-the machine affect processor time less. Every pair also compares the images byte for byte.
+for each pair, so that changes in the machine's load affect both kinds of run. Both runs end with
+uint8 images in the host memory of this process. The result is the median over pairs of (engine time
+/ direct time - 1), for elapsed time and for the processor time of this process and its children.
+Other programs on the machine affect processor time less than elapsed time. Every pair also compares
+the images byte for byte.
 
 With `--full-size`, the transformer has 60 layers, 24 heads of 128 channels and text width 3584
-(about 41 GB in bf16), and the VAE has the released size. There is no text encoder, and the prompt
-embeddings are random. The engine and the direct call each load a copy, which requires about 85 GB
-on the device. With `--in-process`, EngineCore runs in this process and shares the pipeline of the
-direct call, which requires 45 GB.
+(about 41 GB in bf16), and the VAE has the released size. The full-size model has no text encoder,
+and the prompt embeddings are random. The engine and the direct call each load a copy, which
+requires about 85 GB on the device. With `--in-process`, EngineCore runs in this process and shares
+the pipeline of the direct call, which requires 45 GB.
 """
 
 import argparse
@@ -95,7 +96,7 @@ def write_full_size(out: Path) -> None:
 
 
 class Request:
-    """The request of this benchmark, in the forms for the engine and for diffusers."""
+    """The request of this benchmark, as arguments for the engine and as arguments for diffusers."""
 
     def __init__(self, args: argparse.Namespace, text_width: int | None) -> None:
         import torch

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the time from a key to the first displayed frame that depends on it, in Chromium.
+"""Measure the time from a key press to the first displayed frame that depends on it, in Chromium.
 
 The benchmark uses headless Chromium.
 
     python benchmarks/effect_latency.py                  # the shipped village, three starts
     python benchmarks/effect_latency.py --format jpeg    # the same with JPEG frames
 
-Server and browser share the machine, as on a laptop. Each start is a new server and a new browser.
-After `--settle` seconds of walking, every change of keys within `--seconds` is one sample. The
-following parts of a sample, in milliseconds, add up to `effect_ms`:
+Server and browser share the machine, as on a laptop. Each start uses a new server and a new
+browser. After `--settle` seconds of walking, every change of keys within `--seconds` is one sample.
+The following parts of a sample, in milliseconds, add up to `effect_ms`:
 
     wait_ms        until the page requested the chunk that the key changes
     queue_ms       transit to the engine and time in its queue
@@ -18,8 +18,8 @@ following parts of a sample, in milliseconds, add up to `effect_ms`:
     decode_ms      until the first frame was decoded (H.264 only)
     display_ms     time of the first frame in the playback buffer, until it was drawn
 
-`stalls` is how often playback waited for a chunk within `--seconds`, summed over all starts. Stalls
-are reported because a smaller playback buffer is of no use if playback stalls.
+`stalls` is the number of times that playback waited for a chunk within `--seconds`, summed over all
+starts. Stalls are reported because a smaller playback buffer is of no use if playback stalls.
 """
 
 import argparse

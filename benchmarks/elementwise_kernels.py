@@ -7,8 +7,8 @@
 
 The shapes are those of LingBot World (5120 channels) and causal Wan 1.3B (1536 channels) with 4680
 tokens at 480x832, in bf16 with the residual stream in fp32. q is a slice of the fused QKV product.
-Each time is the median over CUDA graphs of several calls, and rates count each input and result
-once. Errors are relative, |found - fp32| / |fp32|. The exit status is 1 if an error exceeds
+Times are medians per call, measured with CUDA graphs of several calls. Rates count each input and
+result once. Errors are relative, |found - fp32| / |fp32|. The exit status is 1 if an error exceeds
 `LARGEST_ERROR` or an op could not be timed.
 """
 
@@ -118,8 +118,8 @@ def measure(results: Results, tokens: int, width: int, head: int) -> None:
 
 
 def other_passes(results: Results, tokens: int, width: int, ffn: int) -> None:
-    """Measure how close passes without a kernel of ours (a plain copy and GELU) come to the memory
-    bandwidth of the GPU.
+    """Measure how close operations for which this package has no kernel (a plain copy and GELU)
+    come to the memory bandwidth of the GPU.
     """
     part = f"other passes of [{tokens}, {width}]"
     x, hidden = (torch.randn(tokens, size, device=DEVICE).to(BF16) for size in (width, ffn))

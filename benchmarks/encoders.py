@@ -91,7 +91,7 @@ def render_walk(num_frames: int, fps: float, width: int, height: int) -> np.ndar
 
 
 def walk_frames(args: argparse.Namespace) -> np.ndarray:
-    """Return the number of frames that `--frames` requests, rendered or read from the cache of an
+    """Return as many frames as `--frames` requests, either newly rendered or from the cache of an
     earlier run.
     """
     file = args.cache / f"village_{args.width}x{args.height}_{args.fps:g}_{args.frames}.npy"
@@ -238,7 +238,7 @@ def measure(
             after = time.perf_counter(), time.process_time()
             wall_ms.append(1000 * (after[0] - before[0]) / len(chunk))
             cpu_ms.append(1000 * (after[1] - before[1]) / len(chunk))
-    # PyAV, torch and torchvision raise many types if a driver or a device is missing
+    # PyAV, torch and torchvision raise many exception types if a driver or device is missing
     except Exception as error:
         return {"missing": (str(error).strip().splitlines() or [type(error).__name__])[0][:200]}
     if not parts:

@@ -10,8 +10,8 @@ the request to the unpacked result, and subtracts the model's own time, which is
 encode, denoise and decode.
 
 The same run also measures two baselines: five engine steps of stock vLLM (one pooling request of a
-tiny language model, minus its forward passes), and one plain copy of the result's bytes between two
-processes. `ratio_to_stock` is the overhead divided by the sum of the two baselines.
+tiny language model, minus the time of its forward passes), and one plain copy of the result's bytes
+between two processes. `ratio_to_stock` is the overhead divided by the sum of the two baselines.
 
     python benchmarks/engine_overhead.py
 

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute the GPUs, moves and network traffic for 100,000 live sessions from measured constants.
+"""Compute the number of GPUs, the moves and the network traffic that 100,000 live sessions need.
+The computation uses measured constants.
 
 The result is shown in docs/architecture/scale.md. The time of a chunk and the size of a session
 were measured on one H200 (benchmarks/results). A session alternates between playing and idle
 periods, whose lengths are log-normal. `scheduler_simulator.py` replays these periods on eight GPUs
-with the deadline policy, in virtual time. The script searches for the largest number of sessions
-per GPU with which 99 % of the chunks are on time, for two strategies:
+with the deadline policy, in virtual time. For each of two strategies, the script searches for
+the largest number of sessions per GPU at which 99 % of the chunks are on time:
 
 - `pinned`: a session stays on its GPU;
-- `moved`: after an idle spell, a session continues on another GPU of its group if its own is full.
-  A move sends its snapshot.
+- `moved`: after an idle period, a session continues on another GPU of its group if its own GPU is
+  full. A move transfers the snapshot of the session.
 
 Prices, the bit rate of a stream and the lengths of the periods are assumptions, which the options
 can change.
@@ -102,8 +103,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def spells(sessions: int, args: argparse.Namespace, rng: random.Random) -> list[Spell]:
-    """Return the playing periods of all sessions within `SPAN_S` seconds, in order of time. Each
-    session starts at a random point of its cycle.
+    """Return the playing periods of all sessions within `SPAN_S` seconds, in chronological order.
+    Each session starts at a random point of its cycle.
     """
 
     def length_s(mean_s: float) -> float:
@@ -174,7 +175,7 @@ def measure(model: Model, per_gpu: int, moves: bool, args: argparse.Namespace) -
 
 
 def largest(model: Model, moves: bool, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the largest number of sessions per GPU with which chunks are on time."""
+    """Return the largest number of sessions per GPU at which enough chunks are on time."""
     best: dict[str, Any] = {"sessions_per_gpu": 0, "on_time": 1.0, "moves_per_hour": 0.0}
     per_gpu = 1
     while (found := measure(model, per_gpu, moves, args))["on_time"] >= ON_TIME:

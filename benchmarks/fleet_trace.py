@@ -3,7 +3,7 @@
 
 The trace is replayed with and without suspending and moving sessions.
 
-    # 3 servers, each of which keeps the time of causal Wan 1.3B on an H200
+    # 3 servers, each of which takes as long for a chunk as causal Wan 1.3B on an H200
     python benchmarks/fleet_trace.py
     # causal Wan 1.3B with random weights on one GPU, without HAProxy
     python benchmarks/fleet_trace.py --model 1.3B --ways suspend --play-s 8 --idle-s 24 --seed 1 \\
@@ -23,8 +23,9 @@ minutes contains many periods.
 Every viewer is a WebSocket client. The client requests its next chunk when the previous chunk has
 arrived and the chunk before that has started to play. A chunk is on time if it arrives before its
 predecessor has finished playing. The first chunk of each playing period has no deadline. The delay
-of such a chunk is reported as `first_chunk_ms` at the start of a session and as `resumed_chunk_ms`
-after an idle period. A viewer that is refused tries again for `PATIENCE_S` and then leaves.
+of the first chunk of a period is reported as `first_chunk_ms` at the start of a session and as
+`resumed_chunk_ms` after an idle period. A viewer that is refused tries again for `PATIENCE_S` and
+then leaves.
 
 The same trace is replayed with each of these strategies:
 
@@ -71,7 +72,9 @@ from realtime_clients import GENERATE_PATH
 from realtime_load import waited_s
 
 ARRIVAL_SHAPE = 0.5
-"""Shape of the gamma distribution of the times between arrivals. 1 is a Poisson process."""
+"""Shape of the gamma distribution of the times between arrivals. A shape of 1 gives a Poisson
+process.
+"""
 PLAY_SIGMA, IDLE_SIGMA = 1.427, 1.321
 """Sigma of the log-normal distributions of playing and idle periods."""
 WARM_UP_S = 120.0
@@ -90,7 +93,7 @@ WAYS = {
 STEPS = 2
 """Number of denoise steps of a chunk of the null model."""
 WAN_SESSION_BYTES, TINY_SESSION_BYTES = 1_886_702_400, 1_871_872
-"""Bytes of a session of causal Wan 1.3B at 480x832 with the preset `realtime`, and of the tiny
+"""Bytes of a session of causal Wan 1.3B at 480x832 with the `realtime` preset, and of the tiny
 model.
 """
 COUNTED = ("sessions", "suspended", "bytes", "suspended_bytes")
@@ -216,7 +219,7 @@ class Tally:
     first_ms: list[float] = field(default_factory=list)
     resumed_ms: list[float] = field(default_factory=list)
     ends: Counter[str] = field(default_factory=Counter)
-    """Number of visits by the way in which they ended."""
+    """Number of visits by outcome."""
     moves: int = 0
     late_in_moves: int = 0
     """Number of late chunks that were requested again on another server."""
@@ -321,7 +324,9 @@ class CameraClient:
             await self._send(self._request)
 
     async def idle(self, seconds: float) -> None:
-        """Wait for `seconds`, and follow the session if it moves meanwhile."""
+        """Wait for `seconds`. If the session moves during this time, follow it to its new
+        server.
+        """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + seconds
         with contextlib.suppress(TimeoutError):
@@ -495,8 +500,8 @@ class Fleet:
 
 
 class AnyStatus(urllib.request.HTTPErrorProcessor):
-    """Returns responses of every status instead of raising, because `/omni/ready` responds with 503
-    when a server is full.
+    """Returns responses with any status instead of raising an exception, because `/omni/ready`
+    responds with 503 when a server is full.
     """
 
     def http_response(self, request: Any, response: Any) -> Any:
@@ -552,7 +557,7 @@ def running_fleet(
         for process in processes:
             demo.wait_until_healthy(process, 600)
         own = psutil.Process()
-        if args.real_time:  # child processes inherit it
+        if args.real_time:  # child processes inherit the scheduling policy
             threads = [
                 t.id for child in [own, *own.children(recursive=True)] for t in child.threads()
             ]

@@ -10,7 +10,7 @@ measured for each kind of layer.
     python benchmarks/fp8.py latents --layers 8
     # stored formats: products of the tiny fixtures' layers
     python benchmarks/fp8.py stored
-    # the same on a CPU, small, in the methods it has kernels for
+    # the same at a small size on a CPU, with the methods that have CPU kernels
     python benchmarks/fp8.py products --tiny
     python benchmarks/fp8.py latents --tiny --height 32 --width 48
 
@@ -159,10 +159,10 @@ def product(kind: str, config: Any, device: Any, args: argparse.Namespace) -> di
 
 def stored(args: argparse.Namespace) -> dict[str, Any]:
     """For each quantized fixture, measure the largest error of a layer that is computed in the
-    stored format, compared with its dequantized weights.
+    stored format, relative to the same layer with dequantized weights.
 
     The layers of the fixtures are only 32 and 64 channels wide. A kernel that requires wider layers
-    is reported as an error here, which says nothing about real sizes.
+    is therefore reported as an error, which says nothing about layers of real sizes.
     """
     import torch
     from vllm.config import VllmConfig, set_current_vllm_config

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the latency that HAProxy with `deploy/haproxy/haproxy.cfg` adds to live sessions.
 
-The server and its clients are those of realtime_load.py: an endpoint with a model that only returns
-each chunk on time, and sessions in another process that request chunks at playback speed. Clients
-connect to the same server either directly or through HAProxy. The rounds alternate: direct,
-proxied, proxied, direct and so on. Each direct round is paired with the adjacent proxied round,
-because other load on the machine changes from minute to minute. `added_ms` contains the difference
-of each pair. `other_load` is the number of cores that other programs used meanwhile, and
-`waited_for_core_percent` is the share of a round in which a process was ready to run but had no
-core.
+The server and its clients are those of realtime_load.py: an endpoint with a model that does nothing
+but return each chunk when it is due, and sessions in another process that request chunks at
+playback speed. Clients connect to the same server either directly or through HAProxy. The rounds
+alternate: direct, proxied, proxied, direct and so on. Each direct round is paired with the adjacent
+proxied round, because other load on the machine changes from minute to minute. `added_ms` contains
+the difference of each pair. `other_load` is the number of cores that other programs used during a
+round, and `waited_for_core_percent` is the share of a round in which a process was ready to run but
+had no core.
 
     python benchmarks/haproxy_latency.py
     python benchmarks/haproxy_latency.py --pairs 3 --seconds 8 --real-time
@@ -138,7 +138,7 @@ def play(
 def main() -> None:
     args = make_parser().parse_args()
     load_before = os.getloadavg()
-    if args.real_time:  # server, clients and HAProxy inherit it
+    if args.real_time:  # server, clients and HAProxy inherit the scheduling policy
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
     cores = sorted(os.sched_getaffinity(0))
     pinned = not args.no_pin and len(cores) > 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that time kernels on one GPU, for the kernel benchmarks. Require only torch."""
+"""Functions that time kernels on one GPU. This module requires only torch."""
 
 import statistics
 import sys
@@ -28,8 +28,8 @@ class Results:
     started: float
 
     def attempt(self, part: str, name: str, run: Callable[[], dict[str, Any]]) -> None:
-        """Run a candidate. A failure is recorded as its result, so that other candidates still
-        run.
+        """Run a candidate. A failure is recorded as the candidate's result, so that other
+        candidates still run.
         """
         spent = time.monotonic() - self.started
         if spent > self.seconds:

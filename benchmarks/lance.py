@@ -12,7 +12,7 @@ The benchmark measures images, edits, video, text responses and mixed load.
     # try it without a GPU
     python benchmarks/lance.py --tiny
 
-Random weights of the released shapes take the same time as trained weights. End-to-end times are
+Random weights with the released shapes give the same times as trained weights. End-to-end times are
 measured by the client, from sending the request to the unpacked image. Stage times are device times
 that the runner reports.
 """
@@ -175,8 +175,8 @@ async def batch_curve(
 
 
 async def mixed_load(client: Client, size: tuple[int, int], tokens: int) -> dict[str, Any]:
-    """Compare 4 image requests and 8 understanding requests that run at the same time with the same
-    requests one after another.
+    """Compare the time of 4 image requests and 8 understanding requests that run concurrently with
+    the time of the same requests run one after another.
     """
     calls = [lambda: client.draw(*size)] * 4 + [lambda: client.read(tokens)] * 8
     await asyncio.gather(*(call() for call in calls))

@@ -6,9 +6,10 @@
     # try it without a GPU
     python benchmarks/large_moves.py --tiny --moves 2 --chunks 4
 
-Random weights of the released shapes take the same time as trained weights. The servers share a
-directory in the memory file system, so that a session is copied while it plays. Like the web page,
-the client keeps two requests of one chunk each in flight and follows its session.
+Random weights with the released shapes give the same times as trained weights. The servers share a
+directory in an in-memory file system, so that a session is copied while it plays. Like the web
+page, the client keeps two requests of one chunk each in flight and reconnects when its session
+moves.
 
 The pause is the time from the last frame before a move to the first frame after it, minus the
 median time between two chunks without moves. The frames are compared bit for bit with those of a
@@ -116,7 +117,9 @@ class LargePair(Servers):
 
 
 class Walker(Player):
-    """A client that keeps two requests of one chunk each in flight and follows its session."""
+    """A client that keeps two requests of one chunk each in flight and follows its session to the
+    other server.
+    """
 
     def __init__(self, pair: LargePair, session_id: str, args: argparse.Namespace) -> None:
         self._args = args
@@ -157,8 +160,8 @@ def play(
 ) -> dict[str, Any]:
     """Play a session, and move it whenever its client has followed the last move.
 
-    Without moves, the session ends after `num_chunks`. With moves, it ends two chunks after the
-    last move.
+    Without moves, the session ends after `num_chunks`. With moves, the session ends two chunks
+    after the last move.
     """
     player = Walker(pair, f"walk-{uuid.uuid4().hex[:8]}", args)
     mover, ending = Mover(pair, player.session_id, player.server), 2

@@ -12,9 +12,9 @@ The result contains chunk time, stage times and memory.
     # try it without a GPU
     python benchmarks/lingbot_world.py --tiny --height 64 --width 96 --eager
 
-Random weights of the released shapes take the same time as trained weights. A chunk has 12 frames,
-and the first chunk has 9 (v2: 16 and 13). The steady state is the median over all chunks after the
-window is full. `time_to_first_frame_ms` is measured in the engine's first session.
+Random weights with the released shapes give the same times as trained weights. A chunk has 12
+frames, and the first chunk has 9 (v2: 16 and 13). The steady state is the median over all chunks
+after the window is full. `time_to_first_frame_ms` is measured in the engine's first session.
 `later_first_frames` are measured in five more sessions, which run one after the other with
 different prompts. Stage times are device times that the runner reports. `--tiny` runs the small
 model of the tests, because the full model with few `--layers` still has its full width and its text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that a session needs no more time or memory once its window is full.
+"""Check that the chunk time and the memory of a session do not grow once its window is full.
 
 Late chunks of a long session are compared with early ones.
 

@@ -196,7 +196,7 @@ async def run(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             "two": await measure(engine, args, "two", [("one", 1.0), ("two", 0.5)]),
             "none again": await measure(engine, args, "again", []),
         }
-        for name in ("four", "three", "two", "one"):  # the newest remain in slots and on the host
+        for name in ("four", "three", "two", "one"):  # the last ones stay in slots or on the host
             short = argparse.Namespace(**{**vars(args), "chunks": 3, "warm_chunks": 1})
             await measure(engine, short, name, [(name, 1.0)])
         switches = await switch(engine, args)

@@ -11,11 +11,11 @@ The result contains frames per second, the time to the first frame, and stage ti
     # try it without a GPU
     python benchmarks/matrix_game.py --tiny --height 64 --width 96 --eager --chunks 8
 
-Random weights of the released shapes take the same time as trained weights. The steady state is the
-median over all chunks after the window is full. Chunks are measured end to end, from the controls
-to the uint8 frames, and each chunk is requested while its predecessor is running. The exact VAE
-decodes the frames unless the options select another decoder. The authors of the model report 25
-frames per second on an H100.
+Random weights with the released shapes give the same times as trained weights. The steady state is
+the median over all chunks after the window is full. Chunks are measured end to end, from the
+controls to the uint8 frames, and each chunk is requested while its predecessor is running. The
+exact VAE decodes the frames unless the options select another decoder. The authors of the model
+report 25 frames per second on an H100.
 """
 
 import argparse
@@ -124,7 +124,7 @@ async def play(engine: Any, name: str, args: argparse.Namespace) -> list[dict[st
 def add_arguments(
     parser: argparse.ArgumentParser, *, name: str, size: tuple[int, int], warm_chunks: int
 ) -> None:
-    """Add the command-line arguments for measuring a world that is played. `size` is (height,
+    """Add the command-line arguments for measuring an interactive world model. `size` is (height,
     width).
     """
     parser.add_argument("--chunks", type=int, default=24)

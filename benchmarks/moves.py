@@ -4,10 +4,10 @@
     # 1,000 moves and 50 kills, on two quiet CPU cores
     python benchmarks/moves.py --moves 1000 --kills 50
 
-The client plays in the same way as the web page: one request of one chunk is running, and another
-is queued. The session moves after every second chunk. The pause is the time from the last frame
-before a move to the first frame after it, minus the usual time between two chunks, which is
-measured without moves. The frames are compared bit for bit with those of a session that did not
+The client plays in the same way as the web page: while a request for one chunk is running, a second
+such request is queued. The session moves after every second chunk. The pause is the time from the
+last frame before a move to the first frame after it, minus the usual time between two chunks, which
+is measured without moves. The frames are compared bit for bit with those of a session that did not
 move.
 
 A kill ends all processes of one server with SIGKILL at a random moment of a move. The server is
@@ -49,13 +49,13 @@ SETTLED_S = 17.0
 
 
 class Servers:
-    """Several servers of one model, which move sessions between each other.
+    """Several servers of one model that move sessions from one server to another.
 
     Args:
         folder: Directory for the logs and for the file that lists the servers.
         model: Checkpoint directory.
         names: Names of the servers.
-        period_s: Seconds between periodic snapshots. None: none are written.
+        period_s: Seconds between periodic snapshots. None: no periodic snapshots are written.
         is_proxied: Whether clients reach the servers through a proxy.
     """
 
@@ -160,7 +160,9 @@ class Servers:
 
 
 class Player:
-    """A client that keeps two requests of one chunk each in flight and follows its session."""
+    """A client that keeps two requests of one chunk each in flight and follows its session to the
+    other server.
+    """
 
     def __init__(self, pair: Servers, session_id: str) -> None:
         self._pair, self.session_id = pair, session_id
@@ -307,7 +309,7 @@ def play(pair: Servers, num_chunks: int, *, moves: bool) -> dict[str, Any]:
     for number in range(num_chunks):
         if number + 1 < num_chunks:
             player.ask()
-        if moves and number and mover.where == player.server:  # the client has followed
+        if moves and number and mover.where == player.server:  # the client has reconnected
             mover.start()
         index, digest, arrived_s = player.chunk()
         assert index == number, (index, number)
@@ -352,8 +354,8 @@ def measure_moves(pair: Servers, num_moves: int) -> dict[str, Any]:
 
 
 def measure_kills(pair: Servers, num_kills: int) -> dict[str, Any]:
-    """Kill the two servers in turn, at random moments of a move, and count the live copies of the
-    session.
+    """Kill the two servers alternately, at random moments of a move, and count the live copies of
+    the session.
     """
     chance, results, late = random.Random(1), Counter[str](), Counter[str]()
     for stop in (signal.SIGTERM, signal.SIGINT):  # shells make background programs ignore SIGINT

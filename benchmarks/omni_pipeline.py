@@ -11,10 +11,11 @@ Three real engines serve the model, and the result states where the time is spen
     python benchmarks/omni_pipeline.py --model DIR               # a checkpoint
 
 The real-time factor is the time from a request's arrival to its last audio, divided by the duration
-of the audio. A value below 1 is faster than speech. `silence` is the total time for which a
-listener, who starts with the first audio chunk, waits for later chunks. Random weights of the
-released shapes take the same time as trained weights. The length of a response is set by options
-(`--reply-tokens`, `--codes`), because a random model does not end its speech.
+of the audio. A factor below 1 means that audio is generated faster than it is played. `silence` is
+the total time for which a listener, who starts with the first audio chunk, waits for later chunks.
+Random weights with the released shapes give the same times as trained weights. The length of a
+response is set by options (`--reply-tokens`, `--codes`), because a random model does not end its
+speech.
 """
 
 import argparse
@@ -100,7 +101,7 @@ REFERENCE_FRAMES = 300
 
 
 def write_full_size(out: Path, sizes: dict[str, Any]) -> None:
-    """Write a checkpoint of the given sizes without weights, which the engines generate
+    """Write a checkpoint of the given sizes without weights. The engines generate the weights
     (`--load-format dummy`).
 
     Only the two embedding tables that the process between the engines reads are written. All other
@@ -159,8 +160,8 @@ def _merged(config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 class Listener:
-    """Measures the audio of a request, and the silence that a listener would hear who plays the
-    audio as it arrives.
+    """Measures the audio of a request, and the silence that a listener hears if the audio is played
+    as it arrives.
     """
 
     def __init__(self) -> None:

@@ -10,8 +10,8 @@ One session runs in the real engine without a pause, while the endpoints' own lo
 the order alternates from pair to pair. Snapshots every 5 s would cost less than the random
 difference between two blocks. The session is therefore saved far more often, the difference of each
 pair is divided by its number of snapshots, and the slowdown for `--period-s` is computed from this
-cost. Processor time is that of all processes. Other load on the machine hardly affects it, unlike
-elapsed time.
+cost per snapshot. Processor time is summed over all processes. Unlike elapsed time, processor time
+hardly depends on other load on the machine.
 """
 
 import argparse
@@ -147,8 +147,8 @@ def cost_of_one(pairs: list[dict[str, Any]], name: str, period_s: float) -> dict
     """Return the milliseconds that one snapshot adds, over all pairs of blocks, and the growth of
     chunk time with one snapshot per `period_s`.
 
-    In the result, `standard_error` is that of the mean, and `growth_percent_at_most` is the growth
-    for the mean plus two standard errors.
+    In the result, `standard_error` is the standard error of the mean, and `growth_percent_at_most`
+    is the growth for the mean plus two standard errors.
     """
     costs = [
         (pair["with"][name] - pair["without"][name])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure one or several streams with every supported way to use several GPUs: end-to-end frames
-per second.
+"""Measure the end-to-end frames per second of one or several streams, with every supported way to
+split a model over several GPUs.
 
     python benchmarks/pipeline_parallel.py --model causal_wan_1_3b \\
         --rows one_gpu vae_stage ulysses pp2
@@ -11,15 +11,16 @@ per second.
     # try it without a GPU
     python benchmarks/pipeline_parallel.py --tiny
 
-Random weights of the released shapes take the same time as trained weights. Each chunk has 480x832
-pixels, four denoise steps, a clean-context pass and the exact VAE decode. Chunks are measured end
-to end, from the request to the uint8 frames. Each row uses a separate engine and is saved as soon
-as it is complete. Rows of an earlier run with the same name on the same day remain in the file. A
-session requests its next chunk while one is running. The steady state is the median over all chunks
-after the window is full. `latents_digests` are digests of the latents of a stream's first two
-chunks. Rows that compute the same sums (one GPU, pipeline stages, a VAE stage) must have equal
-digests. Rows with other steps or other ranks within a stage have different digests. (Frames cannot
-be compared instead, because a decoder with random weights turns all latents into the same grey.)
+Random weights with the released shapes give the same times as trained weights. Each chunk has
+480x832 pixels, four denoise steps, a clean-context pass and the exact VAE decode. Chunks are
+measured end to end, from the request to the uint8 frames. Each row uses a separate engine and is
+saved as soon as it is complete. Rows of an earlier run with the same name on the same day remain in
+the file. A session requests its next chunk while the previous chunk is running. The steady state is
+the median over all chunks after the window is full. `latents_digests` are digests of the latents of
+a stream's first two chunks. Rows with the same arithmetic (one GPU, pipeline stages, a VAE stage)
+must have equal digests. Rows with different steps or a different number of ranks within a stage
+have different digests. (Frames cannot be compared instead, because a decoder with random weights
+turns all latents into the same grey.)
 """
 
 import argparse
@@ -156,7 +157,7 @@ ROWS = {
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A model to measure. `write` creates the checkpoint directory without weights, `options` are
-    those under `omni.model`, and `fields` are the fields of every request.
+    the options under `omni.model`, and `fields` are the fields of every request.
     """
 
     write: Callable[[Path], None]
@@ -340,7 +341,8 @@ def fits(row: Row, model: Model) -> bool:
     """Whether the machine has enough GPUs for a row. Without GPUs, at most two ranks are allowed,
     because the processor cannot run more.
 
-    The result is False if the row is noise-matched and the model does not support this.
+    The result is also False if the row is noise-matched and the model does not support
+    noise-matched streams.
     """
     import torch
 

@@ -10,14 +10,14 @@ One machine with two GPUs acts as two Ray nodes.
 Each GPU belongs to a separate Ray node, so two ranks are on two nodes. Control messages are sent
 over TCP, and tensors over NCCL. The script runs benchmarks/lingbot_world.py once for each executor
 and each way to split the model, with the arguments after `--`. The latents of both executors must
-be equal bit for bit. The script needs the extra `[ray]`.
+be equal bit for bit. The script needs the `[ray]` extra.
 
 vLLM detects that these nodes, unlike real ones, are on one machine: ranks that share memory try
-all-reduces made for one machine, for which each rank must see the other's GPU. Both executors
-therefore use only NCCL's all-reduce. Ray's memory monitor is off, because it kills workers based on
-the kernel's total memory. Two nodes on one machine share this memory, and on a virtual machine it
-may grow only as it is used. The script needs no network: on a machine without one, the nodes
-communicate over 127.0.0.1.
+single-machine all-reduce implementations, for which each rank must see the other's GPU. In this
+benchmark, both executors therefore use only NCCL's all-reduce. Ray's memory monitor is off, because
+it kills workers based on the kernel's total memory. Two nodes on one machine share this memory, and
+on a virtual machine the total may grow only as memory is used. The script needs no network: on a
+machine without one, the nodes communicate over 127.0.0.1.
 """
 
 import argparse
@@ -97,8 +97,8 @@ def start_nodes(on_gpus: bool, folder: Path) -> Any:
 
 
 def ray_errors(folder: Path, since: float) -> str:
-    """Return the ends of those of Ray's logs that were written since `since` and contain an
-    error.
+    """Return excerpts of Ray's logs that were written to after the time `since` and contain an
+    error: the lines around the first error and the last lines.
     """
     parts = []
     for path in sorted(folder.glob("ray/session_latest/logs/*")):

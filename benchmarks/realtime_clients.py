@@ -2,8 +2,8 @@
 """Clients for realtime_load.py: many sessions of `/v1/realtime_video/generate` in one process.
 
 The process reads only frame headers and twelve bytes of each image, so that it is not the
-bottleneck. The CPU time of the clients is reported next to the server's. When the process ends, it
-prints one JSON object.
+bottleneck. The CPU time of the clients is reported alongside that of the server. When the process
+ends, it prints one JSON object.
 """
 
 import asyncio
@@ -229,7 +229,8 @@ def report(result: dict[str, Any]) -> None:
     """Print the complete result as one line of JSON.
 
     `print` is not used, because with PYTHONUNBUFFERED it writes only once and drops the rest if a
-    signal interrupts that write. A signal from io_uring does this when uvloop's event loop ends.
+    signal interrupts that write. A signal from io_uring interrupts the write when uvloop's event
+    loop ends.
     """
     with open(sys.stdout.fileno(), "w", closefd=False) as output:
         output.write(json.dumps(result) + "\n")

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Measure whether many live sessions receive every frame on time, with and without bad clients.
 
-The server process runs this package's endpoint `/v1/realtime_video/generate` with a model that only
-returns each chunk on time. A load generator runs in another process on another core, and bad
-clients in a third process. The added latency of a frame is the time from the moment the model
-returns it to the moment the client has read it. Cadence is the number of frames read divided by the
-number of frames due. `waited_for_core_percent` is the share of time in which the server or its
-clients were ready to run but had no core. A value of more than a few percent means that other load
-on the machine has delayed frames.
+The server process runs this package's endpoint `/v1/realtime_video/generate` with a model that does
+nothing but return each chunk when it is due. A load generator runs in another process on another
+core, and bad clients in a third process. The added latency of a frame is the time from the moment
+the model returns it to the moment the client has read it. Cadence is the number of frames read
+divided by the number of frames due. `waited_for_core_percent` is the share of time in which the
+server or its clients were ready to run but had no core. A value of more than a few percent means
+that other load on the machine has delayed frames.
 
 Attacks (`fragments`, `pings`, `values`) are sockets that flood the server and reconnect when they
-are closed. The response time of an HTTP route during the attack is recorded too. `cost` compares
-the server's CPU time per frame with a bare uvicorn with `websockets` that sends the same messages
-to the same clients, in turn and several times. The ratio should be similar on other machines.
+are closed. The response time of an HTTP route during the attack is also recorded. `cost` compares
+the server's CPU time per frame with that of a bare uvicorn server (with `websockets`) that sends
+the same messages to the same clients. The two servers are measured alternately, several times. The
+ratio should be similar on other machines.
 
     python benchmarks/realtime_load.py
     python benchmarks/realtime_load.py --scenario cost
@@ -317,7 +318,7 @@ def provoke(
     args: argparse.Namespace, scenario: str, server: Server, bad: subprocess.Popen[str]
 ) -> float | None:
     """Start the bad clients. Return the seconds until the server has disconnected them, or None if
-    it does not do so in time.
+    the server does not disconnect them in time.
     """
     assert bad.stdout is not None
     assert bad.stdout.readline() == "open\n"
@@ -333,7 +334,7 @@ def provoke(
 
 
 def disconnects(args: argparse.Namespace, repeats: int = 20) -> dict[str, Any]:
-    """Measure how soon the engine is told to abort a long chunk after its client vanishes."""
+    """Measure the time from the disappearance of a client until its long chunk is aborted."""
     options = server_options(args) | {"fps": 0.1}
     times_ms = []
     with process("realtime_server.py", options, None) as child:

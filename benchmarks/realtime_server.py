@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server for realtime_load.py: an endpoint in a real uvicorn server, with a model that only returns
-each chunk on time.
+"""Server for realtime_load.py: an endpoint in a real uvicorn server, with a model that does nothing
+but return each chunk when it is due.
 
 `TimerModel` replaces vLLM's engine client and returns chunks of `chunk_frames`. Chunk n of a
-session is due n playing times of a chunk after the first chunk. Each chunk is returned when it is
-due and contains a time stamp. The time from then until the chunk reaches the client's socket is the
-latency of the endpoint. `GET /state` lists connections and the model's current work.
+session is due n chunk durations after the first chunk. Each chunk is returned when it is due and
+contains a time stamp. The latency of the endpoint is the time from a chunk's due time until the
+chunk reaches the client's socket. `GET /state` lists connections and the model's current work.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ class TimerModel:
     async def _generate(self, session_id: str, request_id: str) -> torch.Tensor:
         now_s = time.monotonic()
         world = self._worlds.setdefault(session_id, [now_s + self._period_s, 0])
-        # The request is late, so the model's time for this session starts again.
+        # The request is late, so the schedule of this session restarts.
         if now_s > world[0] + self._period_s:
             world[0] = now_s
         deadline_s, number = world

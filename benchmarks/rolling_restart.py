@@ -5,8 +5,9 @@
 
 The model is the null world, which takes almost no time, and the servers send each chunk when it is
 due at 16 frames per second. Each client plays one stream of `/v1/realtime_video/generate` and
-follows its session. A server receives SIGTERM, moves its sessions to other servers, ends and is
-started again. The next server is restarted once HAProxy has detected the new process.
+reconnects when its session moves to another server. A server receives SIGTERM, moves its sessions
+to other servers, ends and is started again. The next server is restarted once HAProxy has detected
+the new process.
 
 A gap is the time between two chunks of one client. A session is lost if its stream ends for any
 reason other than a move. A chunk is wrong if its number or its frames differ from those of the
@@ -59,7 +60,7 @@ class Restartable(Protocol):
 
 
 class Player:
-    """One client, which plays a stream and follows its session.
+    """One client, which plays a stream and follows its session to other servers.
 
     Args:
         port: Port of the proxy.
@@ -77,7 +78,7 @@ class Player:
         self.moves = 0
         """Number of moves that the client has followed."""
         self.end: str | None = None
-        """Reason why the stream ended. None: it has not ended."""
+        """Reason why the stream ended. None: the stream has not ended."""
 
     async def play(self) -> None:
         """Play until the stream ends or this task is cancelled."""

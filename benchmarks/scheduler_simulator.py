@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates a scheduler in virtual time: replays arrival traces against a policy, with given true
-step costs.
+"""Simulates a scheduler in virtual time: replays arrival traces against a policy, with specified
+actual step costs.
 
 The simulated engine runs one batch at a time, as with `StreamBatchScheduler`. The deadline policy
 gets its inputs (costs, remaining steps) from `StepCostModel` and `ScheduledStreams`, as in the real
@@ -47,9 +47,9 @@ class Viewer:
 class Load:
     """A trace of viewers, and the properties of the simulated machine.
 
-    `jitter` is the relative standard deviation of a step's time. `hiccups_per_s` is how often per
-    second of busy time a step takes `hiccup_s` longer. `most` is `max_requests_per_step`. `refuse`
-    is whether streams that cannot be sustained are refused.
+    `jitter` is the relative standard deviation of a step's time. `hiccups_per_s` is the number of
+    steps per second of busy time that take `hiccup_s` longer. `most` is `max_requests_per_step`.
+    `refuse` states whether streams that cannot be sustained are refused.
     """
 
     viewers: Sequence[Viewer]
@@ -96,7 +96,7 @@ def quantile(values: Sequence[float], fraction: float) -> float:
 
 
 def _units(size: float) -> int:
-    """Return a size in the form in which the runner reports it: a whole number of latent
+    """Return a size in the unit in which the runner reports it: a whole number of latent
     elements.
     """
     return round(1000 * size)
@@ -118,7 +118,7 @@ class _Simulation:
         self.running: dict[str, None] = {}
         self.order = itertools.count()
         self.events: list[tuple[float, int, int]] = []
-        """Requests for a next chunk, as (time, tie-break, viewer)."""
+        """Requests for the next chunk of a viewer, as (time, tie-break, viewer)."""
         for number, viewer in enumerate(load.viewers):
             heapq.heappush(self.events, (viewer.start_s, next(self.order), number))
 
@@ -188,7 +188,7 @@ class _Simulation:
         live = self.streams.runnable(())
         if self.policy == "deadline":
             batch = choose_batch(now_s, live, self.model.costs, self.load.most)
-        else:  # running chunks continue in order of start; others follow by arrival
+        else:  # running chunks first, by start time, then the others, by arrival time
             started = {name: rank for rank, name in enumerate(self.running)}
             live.sort(
                 key=lambda request: (started.get(request.request_id, len(started)), request.order)

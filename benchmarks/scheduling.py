@@ -6,10 +6,10 @@ of the real scheduler.
 
 The replay uses the step costs that were measured on an H200 for causal Wan 2.1 1.3B at 480x832,
 with 4 steps and a clean-context pass. A chunk of 12 frames takes 399 ms: 237 ms for five steps, 150
-ms for the decode and 12 ms for the encode and the rest. Arrivals are drawn from a seed. A stream is
-sustained if the 99th percentile of the gaps between its chunks is at most 1.5 times a chunk's
-playing time. The cost of a decision is measured with the real `StreamBatchScheduler` on top of
-vLLM's scheduler, with a simulated worker.
+ms for the decode and 12 ms for the encode and the rest. Arrival times are drawn from a seeded
+random generator. A stream is sustained if the 99th percentile of the gaps between its chunks is at
+most 1.5 times a chunk's playing time. The cost of a decision is measured with the real
+`StreamBatchScheduler` on top of vLLM's scheduler, with a simulated worker.
 """
 
 import argparse
@@ -137,8 +137,8 @@ def make_scheduler(model: Path, omni: dict[str, Any]) -> Any:
 
 
 def decisions(model: Path, omni: dict[str, Any], streams: int, num_steps: int) -> dict[str, Any]:
-    """Measure the time of `schedule()`, of our code in it, and of `update_from_output()`, with two
-    queued chunks per stream.
+    """Measure the time of `schedule()`, of this package's code in it, and of
+    `update_from_output()`, with two queued chunks per stream.
     """
     import torch
     from vllm.v1.request import Request

@@ -6,15 +6,16 @@
 
 The server is `vllm serve --omni`, started as a user would start it. Well-behaved clients
 (neighbours) request one chunk each at fixed moments, once per `--period-s`. The time of a chunk
-runs from that moment until it arrives, so a server that stalls affects every chunk that it delays.
-The neighbours first run alone, and then alongside each attack of `realtime_attackers.py` in turn.
-`/health` is requested all the time. `program` is not an attack: it only uses processor time, as the
-attackers also do. Added latency is the time of a chunk minus the median time before the attacks.
-Before the attacks, it shows the noise of the machine and the engine. The attackers get only the
-processor time that other processes leave (`nice`), because real attackers would run on other
-machines. With `--apart`, the server has the first core to itself and all other processes share the
-other cores, so that only the cost of an attack for the server is measured. `other_load` is the
-number of cores that other programs used meanwhile.
+runs from the scheduled moment of its request until the chunk arrives, so a server that stalls
+affects every chunk that it delays. The neighbours first run alone, and then alongside each attack
+of `realtime_attackers.py` in turn. `/health` is requested throughout. `program` is not an attack:
+it only uses processor time, as the attackers also do. Added latency is the time of a chunk minus
+the median time before the attacks. Before the attacks, this value shows the noise of the machine
+and the engine. The attackers get only the processor time that other processes leave (`nice`),
+because real attackers would run on other machines. With `--apart`, the server has the first core to
+itself and all other processes share the other cores, so that only the cost of an attack for the
+server is measured. `other_load` is the number of cores that other programs used during the
+measurement.
 """
 
 import argparse
@@ -53,8 +54,8 @@ _pack = msgspec.msgpack.encode
 
 
 class Neighbour:
-    """Client of one session. `chunks` contains (time at which the chunk was due, time that it
-    took), in seconds.
+    """Client of one session. `chunks` contains (scheduled time of the request, time until the chunk
+    arrived), in seconds.
     """
 
     def __init__(self, port: int, width: int, height: int) -> None:
@@ -66,8 +67,8 @@ class Neighbour:
         self._deadline_s: float | None = None
 
     def felt(self) -> list[tuple[float, float]]:
-        """Return `chunks`, and the chunk that is still outstanding with the time that it has taken
-        so far.
+        """Return `chunks` and, if a requested chunk has not arrived yet, an entry with the time
+        that this chunk has taken so far.
         """
         now_s = time.monotonic()
         late = (
@@ -223,8 +224,8 @@ class Neighbourhood:
 
 
 def since(start_s: float, noted: list[tuple[float, float]]) -> list[float]:
-    """Return the milliseconds of all requests that started at `start_s` or later, because the
-    attackers were still starting before.
+    """Return the milliseconds of all requests that started at `start_s` or later. Earlier requests
+    are excluded, because the attackers were still starting.
     """
     return [spent_s * 1e3 for at_s, spent_s in noted if at_s >= start_s]
 

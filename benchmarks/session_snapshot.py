@@ -14,16 +14,16 @@ also copies the same bytes from and to the same device and folder, without names
   a new file, and from that file into fresh buffers on the device;
 - one buffer (`one_buffer_ratio`): the same number of bytes, which are already contiguous in host
   memory, is written to a new file in one call and read into one fresh buffer, which is the minimum
-  cost of a file. This copy is not part of a full-size run;
+  cost of a file. A full-size run does not measure the copy of one buffer;
 - memory (`memory_ratio`): every tensor is copied into fresh host memory and back, without a file.
-  This copy is not part of a full-size run.
+  A full-size run does not measure the copy in memory.
 
 A ratio is the time of the whole snapshot, including the front end but without transport, divided by
-the time of the copy. Each ratio is the median over pairs that are measured in turn. The file is on
-a RAM disk if there is one (`--folder`), because the speed of a disk is not part of this
-measurement. Measurements are printed to stderr and saved in the result file (with `complete`:
-false) when an operation ends, at most once per second, so that an interrupted run still leaves its
-results.
+the time of the copy. Each ratio is the median over pairs of a snapshot and a copy, which are
+measured alternately. The file is on a RAM disk if there is one (`--folder`), because the speed of a
+disk is not part of this measurement. Measurements are printed to stderr and saved in the result
+file (with `complete`: false) when an operation ends, at most once per second, so that an
+interrupted run still leaves its results.
 """
 
 import argparse
@@ -220,8 +220,8 @@ def save_quietly(name: str, result: dict[str, Any], args: argparse.Namespace) ->
 
 
 def ratios(samples: dict[str, list[float]], to: str, back: str) -> dict[str, float]:
-    """Return the median ratio of our time to that of a copy, for saving, for restoring and for both
-    together.
+    """Return the median ratio of the snapshot time to the copy time, for saving, for restoring and
+    for both together.
     """
     saved, restored = samples.get("save", []), samples.get("restore", [])
     out, into = samples.get(f"copy_{to}", []), samples.get(f"copy_{back}", [])

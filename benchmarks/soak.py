@@ -7,8 +7,8 @@ The server is `vllm serve --omni` with a tiny causal Wan. Clients open a live st
 receive one chunk per second and leave. Half of the clients drop the connection during a chunk.
 `/metrics` is read repeatedly, as by a monitoring system. The resident memory of every server
 process is recorded twice per minute. `slope_mb_per_h` is the median of the slopes between all pairs
-of records after the first quarter (Theil and Sen), so that neither the start nor a single jump
-determines the result.
+of records after the first quarter (the Theil-Sen estimator), so that neither the start nor a single
+jump determines the result.
 """
 
 import argparse
@@ -35,8 +35,8 @@ from vllm_omni.entrypoints.loopback import open_loopback
 HEIGHT, WIDTH = 64, 96
 NOTE_EVERY_S = 30.0
 NUM_PROMPTS = 64
-"""Number of different prompts in all visits. The text embeddings of a prompt (3 kB each here) are
-cached up to a limit in bytes.
+"""Number of different prompts in all visits. The text embeddings of a prompt (3 kB in the tiny
+model) are cached up to a limit in bytes.
 """
 SETTLES_IN = 0.25
 """Share of the time that is excluded at the start, because caches and heaps are still filling."""
@@ -44,7 +44,7 @@ SETTLES_IN = 0.25
 
 class Viewers:
     """A fixed number of viewers that play at the same time until `end_s`. Each viewer that leaves
-    is replaced by another.
+    is replaced by a new one.
     """
 
     def __init__(self, port: int, at_once: int, end_s: float, seed: int) -> None:

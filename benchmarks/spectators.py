@@ -39,8 +39,8 @@ import itertools
 from common import add_output_arguments, quantiles, save
 
 SETTLE_CHUNKS = 4
-"""Number of chunks after a change that are not counted, because spectators connect and receive a
-key frame.
+"""Number of chunks at the start of each segment that are not counted, because spectators connect
+during these chunks and receive a key frame.
 """
 
 

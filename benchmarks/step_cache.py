@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the time that step caching saves and the similarity that it loses.
+"""Measure how much time step caching saves and how much it changes the results.
 
 Several thresholds are measured in the real engine.
 
@@ -17,8 +17,8 @@ Several thresholds are measured in the real engine.
 For each threshold, the result contains the share of steps that were computed (for a diffusers
 pipeline, of forward passes), the seconds, and a comparison with the same request without step
 caching: the relative L2 error of the latents and the PSNR of the images or frames. How much
-similarity is lost depends on the weights, so random weights show only the time and that the
-mechanism works.
+similarity is lost depends on the weights, so a run with random weights shows only
+the time, and that the mechanism works.
 """
 
 import argparse
@@ -96,7 +96,7 @@ async def measure(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]
             (tensor,) = tensors.values()
             return meta, tensor.double(), time.perf_counter() - start
 
-        await make(None, "rgb")  # compiles what a first request compiles
+        await make(None, "rgb")  # triggers the compilation of a first request
         _, exact, _ = await make(None, "latents")
         _, images, seconds = await make(None, "rgb")
         rows = [{"threshold": None, "computed_share": 1.0, "seconds": round(seconds, 4)}]

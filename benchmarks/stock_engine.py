@@ -37,11 +37,11 @@ def take_forwards(worker: Any) -> list[float]:
 
 async def five_steps_ms(folder: Path, requests: int, executor: str) -> list[float]:
     """Return, for each request, the time that stock vLLM takes for a pooling request of five engine
-    steps, minus the forward passes of its model.
+    steps, minus the time of the forward passes of its model.
 
     A tiny language model pools one vector. The prompt consists of five prefill chunks, so the
     engine schedules, runs and collects five times and responds once. Front end, EngineCore and
-    workers are the same as for our models.
+    workers are the same as for the models of this package.
     """
     from vllm import PoolingParams
     from vllm.engine.arg_utils import AsyncEngineArgs

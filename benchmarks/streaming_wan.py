@@ -15,11 +15,11 @@ time to the first frame, and stage times.
     # try it without a GPU
     python benchmarks/streaming_wan.py --size tiny --height 64 --width 96 --chunks 8 --eager
 
-Random weights of the released shapes take the same time as trained weights. The steady state is the
-median over all chunks after the window is full. Chunks are measured end to end, from the request to
-the uint8 frames, which the exact VAE decodes unless the options select another decoder. `ideal` is
-the time of only the arithmetic, including the decode, at the measured GEMM rate of the GPU (790
-TFLOP/s on an H200), without any overlap.
+Random weights with the released shapes give the same times as trained weights. The steady state is
+the median over all chunks after the window is full. Chunks are measured end to end, from the
+request to the uint8 frames, which the exact VAE decodes unless the options select another decoder.
+`ideal` is the time of only the arithmetic, including the decode, at the measured GEMM rate of the
+GPU (790 TFLOP/s on an H200), without any overlap.
 """
 
 import argparse

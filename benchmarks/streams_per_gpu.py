@@ -10,7 +10,7 @@ deadline-first scheduling.
     # try it without a GPU
     python benchmarks/streams_per_gpu.py --streams 1 2 --tiny
 
-Random weights of the released shapes take the same time as trained weights. For each number of
+Random weights with the released shapes give the same times as trained weights. For each number of
 streams, that many viewers arrive at random times within one chunk's playing time. A viewer plays
 its first chunk as soon as it arrives. A viewer requests its next chunk when the previous chunk has
 arrived and the chunk before that has started to play. Each request has the deadline that the
@@ -263,8 +263,8 @@ async def measure_policy(
             first = {"prompt": "a coast road in the evening", "seed": 1} if index == 0 else {}
             return {"height": args.height, "width": args.width, **first}, None
 
-        # One stream at full speed gives the upper bound of the engine. It also compiles every
-        # shape.
+        # One stream at full speed gives the upper bound of the engine. This run also compiles
+        # every shape.
         alone = await run_chunks(engine, "alone", args.warm_chunks + 2, request)
         await close_session(engine, "alone")
         done_s = [record["done"] for record in alone.records]

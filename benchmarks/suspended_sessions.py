@@ -7,12 +7,12 @@
     # try it without a GPU
     python benchmarks/suspended_sessions.py --streams 2 --tiny
 
-Random weights of the released shapes take the same time as trained weights. The device may hold
+Random weights with the released shapes give the same times as trained weights. The device may hold
 only the playing sessions and `--spare` more, regardless of its memory, so that all other sessions
 wait in host memory. The benchmark has these phases:
 
 1. Sessions play at their own rate, and no other session exists (`played_alone`).
-2. Sessions that will wait are opened one after the other. Each fills its window.
+2. Sessions that will wait are opened one after the other. Each session fills its window.
 3. The waiting sessions play two chunks each, one session after the other, while no other session
    plays. Only the first chunk moves a session back to the device, so the difference between the
    times of the two chunks is the cost of the move (`idle`).

@@ -9,10 +9,10 @@ Chunks are measured in this process and in the real engine.
     python benchmarks/tiny_world_cpu.py --engine
     python benchmarks/tiny_world_cpu.py --model DIR --size 160x96
 
-Without `--model`, the script uses random weights of the shipped world's sizes, which take the same
-time as trained weights. The script prints one JSON object. `wall_ms` and `cpu_ms` (of all threads)
-are measured in the steady state, when the window is full and the conditioning has settled. On a
-busy machine, use `min` and `cpu_ms`.
+Without `--model`, the script uses random weights with the sizes of the shipped world, which take
+the same time as trained weights. The script prints one JSON object. `wall_ms` and `cpu_ms` (of all
+threads) are measured in the steady state, when the window is full and the conditioning has settled.
+On a busy machine, use `min` and `cpu_ms`.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from typing import Any
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is the JSON object alone
+os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout contains only JSON
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import fast_paths, run_request, running_engine
@@ -100,7 +100,7 @@ def spread(values: list[float]) -> dict[str, float]:
 def in_process(
     model: Path, size: tuple[int, int], options: dict[str, Any], chunks: int, steady: int
 ) -> dict[str, Any]:
-    """Run the model in this process in the same way as the runner. `options` are those under
+    """Run the model in this process in the same way as the runner. `options` are the options under
     `omni.model`.
     """
     import torch

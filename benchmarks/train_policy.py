@@ -4,8 +4,8 @@ results.
 
     python benchmarks/train_policy.py                    # a few minutes on two quiet CPU cores
 
-The result is how many metres closer to a landmark of the demo world the trained policy and random
-keys get in new episodes, and the time of the training.
+The result contains the training time, and how many metres closer the trained policy and random keys
+get to a landmark of the demo world in new episodes.
 """
 
 import runpy

@@ -144,7 +144,7 @@ class ThreadBands(RowBands):
 
 class LonelyBands(RowBands):
     """Row bands of the first of two ranks, which uses its own rows in place of the other rank's.
-    Used to measure times without halo exchanges.
+    This class is used to measure times without halo exchanges.
     """
 
     def gathered(self, own: torch.Tensor) -> torch.Tensor:
@@ -287,7 +287,8 @@ def time_decode(
     repeats: int = 7,
 ) -> Callable[[], Any]:
     """Measure a decode of 12 frames after a stream's first latent, and its peak memory in addition
-    to the memory allocated before. Return the function that decodes the 12 frames.
+    to the memory that was allocated before the decode. Return the function that decodes the 12
+    frames.
     """
     latents = stream(vae.config, 4, *size)
     first, rest = latents[:, :, :1], latents[:, :, 1:]
@@ -340,7 +341,9 @@ def kernels(run: Callable[[], Any]) -> list[list[Any]]:
 
 
 def time_parts(args: argparse.Namespace) -> dict[str, Any]:
-    """Time the operations of a layer at each size, as they are served and in alternative ways."""
+    """Time the operations of a layer at each size, with the served kernels and with
+    alternatives.
+    """
     from vae_candidates import stack as a_frame_a_program
 
     from vllm_omni.model_executor.models.wan.vae import stack_kernels

@@ -75,7 +75,7 @@ def attempt(name: str, run: Callable[[], Any], needs_s: float = 3.0) -> None:
         return
     try:
         run()
-    except Exception as failure:  # a candidate that fails is a result
+    except Exception as failure:  # the failure is recorded as the result
         RESULT["failed"][name] = repr(failure)[:600]
         print(
             f"{name} FAILED",
@@ -99,8 +99,8 @@ CONV_CONFIGS: dict[int, list[tuple[str, tuple[int, ...]]]] = {  # BH, BW, BN, BK
 
 
 def convolutions(channels: int, frames: int, height: int, width: int) -> None:
-    """Compare the candidates for one causal 3x3x3 convolution of a level. Some rows include the
-    norm and SiLU before it, as their names state.
+    """Compare the candidates for one causal 3x3x3 convolution of a level. Some rows also include
+    the norm and SiLU before the convolution, as the names of these rows state.
     """
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     name = f"conv {channels}, {frames} frames"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the shipped village or another world as a player sees it in a browser.
+"""Measure the shipped demo world or another world as a player sees it in a browser.
 
 The benchmark uses `vllm serve --omni`, headless Chromium and held keys.
 

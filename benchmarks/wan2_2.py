@@ -13,13 +13,13 @@ decode time and memory.
     # try it without a GPU
     python benchmarks/wan2_2.py --tiny --size t2v-a14b
 
-Random weights of the released shapes take the same time as trained weights. A step includes both
+Random weights with the released shapes give the same times as trained weights. A step includes both
 branches of guidance. A14B switches experts at a certain noise level, so a few steps are enough to
 use both. A run that uses only one expert would not measure the other, and is an error. Step times
 are device times that the runner reports. The first step of an expert also computes the keys and
-values of the prompts, so medians exclude it if there are other steps. `ideal` is the arithmetic of
-the steps at the measured GEMM rate of the GPU (790 TFLOP/s on an H200). `--tiny` runs the small
-model of the tests in the same layout.
+values of the prompts, so medians exclude it if there are other steps. `ideal` is the time that the
+arithmetic of the steps takes at the measured GEMM rate of the GPU (790 TFLOP/s on an H200).
+`--tiny` runs the small model of the tests in the same layout.
 """
 
 import argparse
@@ -90,8 +90,8 @@ VAE_5B = {
 def write_checkpoint(root: Path, size: str) -> None:
     """Write a diffusers directory of a released model without weights, for --load-format dummy.
 
-    The directory contains no `text_encoder/`. In this case, the text encoder has the sizes of
-    umt5-xxl, 5.7 billion parameters.
+    The directory contains no `text_encoder/`, so the text encoder has the sizes of umt5-xxl (5.7
+    billion parameters).
     """
     from vllm_omni.model_executor.models.wan.architecture import VAEConfig
     from vllm_omni.testing.tiny.text_tokenizers import write_t5_tokenizer
@@ -250,7 +250,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def seconds_by_expert(steps_ms: list[list[float]], experts: list[str]) -> dict[str, list[float]]:
     """Return the seconds of all steps by expert. The first step of an expert in a request is left
-    out if the request has others.
+    out if the request has other steps of this expert.
     """
     names = list(dict.fromkeys(experts))
     seconds: dict[str, list[float]] = {}

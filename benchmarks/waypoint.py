@@ -11,13 +11,13 @@ The result contains frames per second, the time to the first frame, stage times 
     # without a GPU
     python benchmarks/waypoint.py --tiny --height 40 --width 64 --eager --chunks 12 --warm-chunks 6
 
-Random weights of the released shapes take the same time as trained weights. The steady state is the
-median over all chunks (of four video frames) after both kinds of ring buffers are full, which is
-the case at latent frame 120. Chunks are measured end to end, from the controls to the uint8 frames,
-and each chunk is requested while its predecessor is running. The model's own rate is 60 frames per
-second. `time_to_first_frame_ms` is measured in the first session. `later_first_frames` are measured
-in five more sessions, which run one after the other on the same engine. Each of them also contains
-the stage times and the time spent `outside` the model.
+Random weights with the released shapes give the same times as trained weights. The steady state is
+the median over all chunks (of four video frames) after both kinds of ring buffers are full, which
+is the case at latent frame 120. Chunks are measured end to end, from the controls to the uint8
+frames, and each chunk is requested while its predecessor is running. The model's own rate is 60
+frames per second. `time_to_first_frame_ms` is measured in the first session. `later_first_frames`
+are measured in five more sessions, which run one after the other on the same engine. Each entry of
+`later_first_frames` also contains the stage times and the time spent `outside` the model.
 """
 
 import argparse

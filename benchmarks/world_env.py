@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure worlds as environments: stepped together or one after the other, and over HTTP.
+"""Measure world models as environments that are stepped together, one by one, or over HTTP.
 
     python benchmarks/world_env.py                           # 8 tiny worlds, random weights, 48x32
     python benchmarks/world_env.py --model DIR --size 160x96 --envs 4
     python benchmarks/world_env.py --remote tiny --size 96x64                # over HTTP, on a CPU
     python benchmarks/world_env.py --remote 1.3B --size 832x480              # over HTTP, on a GPU
 
-Without `--remote`, the two methods step the same engine in turn (A B A B ...), so that a change in
-the machine's load affects both. A step is one chunk of every environment. Processor time is that of
-this process and the engine. The result is the median of the ratios of all pairs.
+Without `--remote`, the two methods step the same engine alternately (A B A B ...), so that a change
+in the machine's load affects both. A step is one chunk of every environment. Processor time is the
+sum over this process and the engine. The result is the median of the ratios of all pairs.
 
 With `--remote`, `vllm serve` serves causal Wan at full size with random weights on this machine,
 and a client steps 1, 4 and 16 environments, with frames and with latents as observations. Each
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> None:
             times = measure(envs, [env.action_space.sample() for env in envs])
             if pair >= args.warm:
                 taken[name].append(times)
-    for env in (*single, together):  # the last one stops the engine
+    for env in (*single, together):  # closing the last one stops the engine
         env.close()
     pairs = list(zip(taken["one_after_the_other"], taken["together"], strict=True))
     rows = {

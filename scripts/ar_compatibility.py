@@ -97,7 +97,9 @@ def read() -> dict[str, str]:
 
 
 def keep(outcomes: dict[str, str]) -> None:
-    """Add outcomes to the stored ones. Several processes may do this at the same time."""
+    """Add outcomes to the stored ones. Several processes may call this function at the same
+    time.
+    """
     with OUTCOMES.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         retained = {**read(), **outcomes}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the animation of the README and of the site's home page from the demo's video.
+"""Convert the demo's video to the animation in the README and on the home page of the site.
 
     vllm-omni demo --once
     python scripts/film.py demo.mp4

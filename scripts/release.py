@@ -35,7 +35,7 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
 EXTRAS = ("cpu", "cuda", "ray", "otel", "webrtc", "env")
-"""Extras of the package that are for users. The other extras are for development."""
+"""Extras of the package that are for users. Extras that are not listed are for development."""
 SBOM, LICENCES, SUMS = "sbom.cdx.json", "licences.md", "SHA256SUMS"
 _PERMISSIVE = re.compile(
     r"MIT|BSD|Apache|ISC|PSF|Python Software|Unlicense|CC0|Zlib|HPND", re.IGNORECASE
@@ -256,7 +256,7 @@ def git_bytes(*arguments: str) -> bytes:
 
 
 def run_tool(command: list[str], **options: Any) -> str:
-    """Run a tool of the extra `release` and return its output.
+    """Run a tool of the `release` extra and return its output.
 
     Raises:
         ReleaseError: The tool failed.

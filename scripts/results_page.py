@@ -207,7 +207,7 @@ def load_rows(folder: Path = RESULTS) -> list[Row]:
 
 
 def baseline(row: Row) -> dict[str, Any]:
-    """Return a row in the form in which the package ships it
+    """Return a row in the format in which the package ships it
     (`vllm_omni.planning.baselines.Baseline`).
     """
     hardware, record = row.document["hardware"], row.record
@@ -229,8 +229,8 @@ def baseline(row: Row) -> dict[str, Any]:
 
 
 def _check(row: Row) -> dict[str, Any] | None:
-    """Return how to repeat the measurement of a row on one machine of this kind, or None if this is
-    not possible.
+    """Return how to repeat the measurement of a row on one machine with the same kind of hardware,
+    or None if this is not possible.
     """
     command = shlex.split(re.sub(r" --(kernels|name \S+|traces \S+)", "", row.document["command"]))
     if row.record["gpus"] > 1 or command[:1] != ["python"]:

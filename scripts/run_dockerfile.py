@@ -124,7 +124,7 @@ class Image:
         """Return a command that runs `argv` in this image, as process 1 of its namespaces."""
         mounts = [
             "mount --rbind /dev $0/dev",
-            "mount --rbind /sys $0/sys",  # vLLM asks lscpu for the cores
+            "mount --rbind /sys $0/sys",  # vLLM runs lscpu to detect the cores
             f"mount -t tmpfs -o mode=1777,size={shm} tmpfs $0/dev/shm",
             "mount -t proc proc $0/proc",
             *(f"mkdir -p $0{path} && mount --rbind {path} $0{path}" for path in self.binds),

@@ -197,8 +197,8 @@ def check_name(venv: Path) -> None:
 def remove_former_name(venv: Path) -> None:
     """Uninstall this project's distribution under its former name `vllm-omni`.
 
-    Both distributions install the command `vllm-omni`, so uninstalling the old one later would
-    remove the command of the new one.
+    Both distributions install the `vllm-omni` command, so uninstalling the old distribution later
+    would remove the command of the new one.
     """
     code = "import vllm_worlds, sys; sys.exit(vllm_worlds.find_former_name(sys.path) is None)"
     python = venv / "bin" / "python"

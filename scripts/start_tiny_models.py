@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Start three tiny models in the real engine to check whether the installed vLLM works here.
+"""Start three tiny models in the real engine to check whether the installed vLLM works.
 
     python scripts/start_tiny_models.py                     # the world, the stream, the language
         model
     python scripts/start_tiny_models.py ar --limit-s 120    # one of them
 
 Each model runs in its own process and prints one line: versions, device, runner, seconds and a
-digest of its result. If two versions have equal digests, their results are bit-identical. Different
-digests are not necessarily an error. The script checks that shapes are correct and values are
-finite and, for the language model, that its hidden states equal those of transformers within bf16
-precision. The exit status is 1 if a model failed. The rows of docs/architecture/compatibility.md
-come from this script.
+digest of its result. If two versions of vLLM have equal digests, their results are bit-identical.
+Different digests are not necessarily an error. The script checks that shapes are correct and values
+are finite and, for the language model, that its hidden states equal those of transformers within
+bf16 precision. The exit status is 1 if a model failed. The rows of
+docs/architecture/compatibility.md come from this script.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Run the CPU tests with another version of vLLM than the installed one.
+"""Run the CPU tests with a version of vLLM other than the installed one.
 
     python scripts/try_vllm.py VERSION [pytest arguments]    # default arguments: -m "not
         nightly"
@@ -440,8 +440,8 @@ def run(version: str, python: Path, command: Sequence[str], pytest_arguments: Se
     """Run `command`, or pytest, in the environment and return its exit status."""
     command = command or [str(python), "-m", "pytest", *pytest_arguments]
     environment = {**os.environ, "PYTHONPATH": str(REPO), "VIRTUAL_ENV": str(python.parent.parent)}
-    # vLLM caches its inspection of model classes in this folder by the file of the model, not by
-    # the version of vLLM.
+    # In this folder, vLLM caches its inspection of model classes. Its cache key is the file of the
+    # model, not the version of vLLM.
     environment.setdefault("VLLM_CACHE_ROOT", str(CACHE / version / "cache"))
     environment["PATH"] = f"{python.parent}{os.pathsep}{environment.get('PATH', '')}"
     print(f"try_vllm: {' '.join(command)}", flush=True)

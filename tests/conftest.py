@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures that all tests share, and the markers by which tests are selected.
+"""Fixtures shared by all tests, and the markers that select tests.
 
 The fixtures are tiny checkpoints and a model runner in this process, without an engine.
 """
@@ -9,8 +9,8 @@ import json
 import os
 import time
 
-# Set these before vLLM is imported. The K/V pool is small, and each process runs one thread,
-# because results and times are then stable on two cores.
+# Set these before vLLM is imported. The K/V pool is small. Each process runs one thread, because
+# results and run times are then stable on two cores.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -27,15 +27,15 @@ from hypothesis import settings
 
 from vllm_omni.model_executor.models.registry import get_family
 
-# By default, Hypothesis fails an example that takes over 200 ms, which correct code can exceed on a
-# busy machine.
+# By default, Hypothesis fails an example that takes longer than 200 ms. Correct code can take
+# longer on a busy machine.
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
 
 _ENGINE_FOLDER = "tests/engine/"
 _ENGINE_FIXTURES = frozenset({"null_engine", "served", "image_server", "world_server"})
 _ENGINE_STARTERS = frozenset({"running_engine", "shared_engine", "AsyncLLM", "LLM", "Served"})
-"""Names of engine starters. A file that imports one of them has all of its tests marked with
+"""Names that start an engine. If a test file imports one of them, all of its tests are marked
 `engine`.
 """
 _INIT_PORT_FILE = "dist-init"
@@ -61,11 +61,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return one process per GPU for `make test-cuda`, and otherwise three.
+    """Return the number of test processes: one per GPU for `make test-cuda`, otherwise three.
 
-    Three processes keep two cores busy, because tests of servers wait for timeouts and paced
-    streams. Other tests of a CUDA build run in one process, because an engine reserves most of a
-    GPU.
+    Three processes keep two cores busy, because server tests spend time waiting for timeouts and
+    paced streams. On a CUDA build, other test runs use one process, because an engine reserves most
+    of a GPU.
     """
     if _runs_cuda_tests(config):
         return torch.cuda.device_count()
@@ -73,7 +73,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip the import of the engine tests when they are deselected."""
+    """Do not import the engine tests when they are deselected."""
     deselected = "not engine" in config.option.markexpr
     return True if deselected and collection_path == config.rootpath / _ENGINE_FOLDER else None
 
@@ -87,8 +87,8 @@ def _slow_tests(root: Path) -> frozenset[str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests that start an engine or a browser, and tests that take a second or more.
 
-    Each pytest-xdist process runs the files that start engines first. They take longest, so
-    starting them early makes all processes end at about the same time.
+    Files that start engines run first in each pytest-xdist process. They take longest, so running
+    them early lets all processes finish at about the same time.
     """
     slow_tests = _slow_tests(config.rootpath)
     for item in items:
@@ -111,10 +111,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Exclude imported modules from garbage collection, and make collections rare.
+    """Exclude imported modules from garbage collection, and collect garbage less often.
 
-    vLLM collects five times while an engine starts and stops. With Python's default thresholds,
-    garbage collection took a twentieth of the suite's time.
+    vLLM calls the garbage collector five times while an engine starts and stops. With Python's
+    default thresholds, garbage collection took a twentieth of the suite's time.
     """
     gc.collect()
     gc.freeze()
@@ -231,10 +231,10 @@ _SLOW_COLLECTION_S = 0.006
 
 
 def freeze_old_objects() -> None:
-    """Exclude the objects of earlier tests from garbage collection once a collection takes long.
+    """Exclude the objects of earlier tests from garbage collection once collections become slow.
 
-    vLLM collects twice whenever it loads a model. Late in the suite, this would take 0.5 s per
-    model.
+    vLLM calls the garbage collector twice whenever it loads a model. Late in the suite, this would
+    take 0.5 s per model.
     """
     started_s = time.perf_counter()
     gc.collect()
@@ -254,7 +254,7 @@ def make_runner(single_rank: None) -> RunnerFactory:
     from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
     from vllm_omni.worker.diffusion.warm_up import warm_up
 
-    # Importing vLLM's CPU worker prepares torch for the CPU, as in a worker process.
+    # Importing vLLM's CPU worker configures torch for the CPU, as in a worker process.
     assert vllm_omni.worker.DiffusionGPUWorker
 
     def make(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For every engine argument that a worker refuses, a value that differs from vLLM's default."""
+"""A non-default value for every engine argument that a worker refuses."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ TOGETHER: dict[str, Any] = {
     "ec_transfer_config": {},
     "weight_transfer_config": {"backend": "nccl"},
 }
-"""Arguments that vLLM accepts until it calls the config hook. One start passes all of them."""
+"""Arguments that vLLM accepts until it calls the config hook. A single start passes all of them."""
 
 LATER: dict[str, Any] = {"sleep_mode_backend": "elsewhere"}
 """Arguments that are added to `TOGETHER` if the installed vLLM supports them."""
@@ -85,7 +85,9 @@ FOLDED: dict[str, tuple[dict[str, Any], str]] = {
         "enable_return_routed_experts",
     ),
 }
-"""Arguments that vLLM converts to another argument, with the name of the argument in the error."""
+"""Arguments that vLLM converts to another argument, with the argument name that appears in the
+error.
+"""
 
 BY_VLLM: dict[str, Any] = {
     "runner": "generate",
@@ -107,4 +109,4 @@ UNSEEN = {
     "request of ours",
     "enable_cumem_allocator": "vLLM refuses it on a CPU",
 }
-"""Arguments that are not noticed at a start, with the reason why they do no harm."""
+"""Arguments that a start neither detects nor refuses, with the reason why they do no harm."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The action modality: the action space of a model, and the parsing of a request's controls."""
+"""Actions: the action space of a model, and parsing the controls of a request."""
 
 import msgspec
 import pytest
@@ -17,8 +17,8 @@ SPACE = ActionSpace(
 
 
 def test_entries_become_rows_and_missing_ones_are_idle() -> None:
-    """An action is a list of the names of held buttons for one frame. A frame without an entry is
-    idle.
+    """A list with the names of held buttons for each frame is parsed into one row per frame. A
+    frame without an entry is idle.
     """
     rows = read_actions(
         SPACE, [["w"], ActionFrame(buttons=("w", "s"), axes={"yaw": -0.5}, scroll=3)], {}, 3
@@ -31,8 +31,8 @@ def test_entries_become_rows_and_missing_ones_are_idle() -> None:
 
 
 def test_dense_arrays_say_the_same() -> None:
-    """The columns of a dense array are the buttons and axes of the action space, in the order of
-    the action space.
+    """The columns of a dense array are the buttons and axes of the action space, in the same
+    order.
     """
     tensors = {
         "buttons": torch.tensor([[1, 0], [0, 1]]),
@@ -47,8 +47,8 @@ def test_dense_arrays_say_the_same() -> None:
 
 
 def test_rows_of_latent_frames_are_held_over_their_pixel_frames() -> None:
-    """A row of a latent frame holds for all its pixel frames: one for the first latent frame of a
-    stream, four for later ones.
+    """The action of a latent frame applies to all of its pixel frames. The first latent frame of a
+    stream has one pixel frame, and later latent frames have four.
     """
     rows = read_actions(SPACE, [["w"], []], {}, 2)
     assert rows is not None
@@ -56,8 +56,8 @@ def test_rows_of_latent_frames_are_held_over_their_pixel_frames() -> None:
 
 
 def test_a_request_without_actions_has_none() -> None:
-    """A request without actions is parsed as None, so the model can use camera poses or stay
-    idle.
+    """If a request contains no actions, None is returned, so that the model can use camera poses or
+    stay idle.
     """
     assert read_actions(SPACE, None, {}, 3) is None
 
@@ -74,7 +74,7 @@ def test_a_request_without_actions_has_none() -> None:
     ],
 )
 def test_controls_a_model_does_not_take_are_refused(entries: list[ActionEntry], says: str) -> None:
-    """Controls that the model does not accept are refused, and the error lists those that it
+    """Controls that the model does not accept are refused, and the error lists the controls that it
     accepts.
     """
     with pytest.raises(RequestFailed, match=says) as refused:
@@ -94,8 +94,8 @@ def test_controls_a_model_does_not_take_are_refused(entries: list[ActionEntry], 
 def test_dense_arrays_of_another_shape_or_range_are_refused(
     tensors: dict[str, torch.Tensor], says: str
 ) -> None:
-    """A dense array of the wrong shape or range is refused, and so are button values between zero
-    and one.
+    """A dense array is refused if its shape is wrong, a value is out of range, or a button's value
+    is between zero and one.
     """
     with pytest.raises(RequestFailed, match=says):
         read_actions(SPACE, None, tensors, 3)
@@ -113,7 +113,9 @@ def test_a_model_may_take_one_button_at_a_time_and_no_wheel() -> None:
 
 
 def test_typed_frames_travel_in_a_request() -> None:
-    """Lists of names and typed frames stay the same when a request is converted to JSON types."""
+    """Lists of button names and typed frames are unchanged after a request is converted to JSON
+    types and back.
+    """
     params = DiffusionParams(session_id="a", actions=[["w"], ActionFrame(("s",), {"yaw": 0.25}, 1)])
     sent = {"omni": msgspec.to_builtins(params)}
     assert DiffusionParams.from_extra_kwargs(sent) == params

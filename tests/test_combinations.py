@@ -195,7 +195,7 @@ def test_what_cannot_work_is_refused(
 def test_what_can_work_is_not_refused(
     checkpoints: dict[str, Path], name: str, omni: dict[str, Any], sizes: dict[str, int]
 ) -> None:
-    """A combination that works is accepted, and the config hook sets this package's worker and
+    """A combination that works is accepted, and the config hook selects this package's worker and
     scheduler.
     """
     config = configure(checkpoints[name], omni, sizes)

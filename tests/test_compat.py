@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm_omni.compat`: the supported versions of vLLM, and each entry with the installed version."""
+"""`vllm_omni.compat`: the supported vLLM versions, and each of its functions with the installed
+version.
+"""
 
 import ast
 import os
@@ -47,8 +49,8 @@ def test_the_installed_version_is_one_of_them() -> None:
 
 
 def test_the_project_file_says_the_same() -> None:
-    """The CUDA extra allows exactly the supported range of versions, and the CPU extra pins a
-    version in this range.
+    """The CUDA extra in pyproject.toml allows exactly the supported vLLM versions, and the CPU
+    extra pins a version in this range.
     """
     extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
@@ -63,9 +65,9 @@ def test_the_project_file_says_the_same() -> None:
 
 
 def test_the_command_line_is_prepared_by_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's function that prepares the command line is found in each supported version.
+    """The vLLM function that prepares the command line is found in each supported version.
 
-    Engines are then started by `spawn`, as vLLM's command does.
+    After it has been called, engines are started with `spawn`, as by vLLM's own command.
     """
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
     compat.cli_env_setup()
@@ -74,9 +76,9 @@ def test_the_command_line_is_prepared_by_vllm(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_profiler_arguments_arrive_or_are_refused() -> None:
-    """A profiler that accepts arguments receives them, even if there are none.
+    """A profiler that accepts arguments receives the given arguments, or None if there are none.
 
-    A profiler that does not accept arguments raises an error instead of ignoring them.
+    If a profiler does not accept arguments, passing some raises an error instead of ignoring them.
     """
     got: list[Any] = []
     takes = SimpleNamespace(set_profiler_kwargs=got.append)
@@ -95,7 +97,7 @@ def test_profiler_arguments_arrive_or_are_refused() -> None:
 def test_a_rank_without_a_memory_node_separate_shares_those_there_are(
     given: list[int] | None, retained: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank without its own memory node uses the existing nodes.
+    """A rank without its own memory node uses the memory nodes that exist.
 
     On a machine with a single memory node, vLLM's function finds that node. The nodes assigned to a
     rank are retained if any of them exists.
@@ -107,8 +109,8 @@ def test_a_rank_without_a_memory_node_separate_shares_those_there_are(
 
 
 def test_a_wrapped_output_hands_on_the_connectors_part() -> None:
-    """The wrapper of an output returns the connector's output, which vLLM reads if fetching the
-    output fails.
+    """The wrapper around a model output returns the K/V connector's output, which vLLM reads if
+    fetching the model output fails.
     """
     part = SimpleNamespace()
 

@@ -32,8 +32,8 @@ def test_nothing_given_means_all_defaults() -> None:
     ],
 )
 def test_mistakes_are_named_with_the_allowed_keys(omni: dict[str, object], reported: str) -> None:
-    """An unknown key, a value out of range or a wrong type gives an error of one line that names
-    the key.
+    """An unknown key, a value out of range or a wrong type raises a one-line error that names the
+    key.
     """
     with pytest.raises(ValueError, match=reported) as error:
         OmniConfig.from_additional_config({"omni": omni})
@@ -68,7 +68,7 @@ def test_the_config_is_frozen() -> None:
 def test_a_process_parses_the_same_options_once() -> None:
     """The runner, the model and the scheduler of a process share one parsed configuration.
 
-    If the mapping is changed afterwards, it is parsed again.
+    If the mapping of options is changed afterwards, it is parsed again.
     """
     given = {"omni": {"height": 64, "model": {"cache": {"frames": 3}}}}
     first = OmniConfig.from_additional_config(given)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every engine argument of vLLM has an entry, and a refused argument gives an error of one line.
+"""Every engine argument of vLLM has an entry in the table, and a refused argument raises a one-line
+error.
 
-tests/engine/test_engine_arguments_refused.py runs real starts, one per type of refusal.
+tests/engine/test_engine_arguments_refused.py starts real engines, one for each type of refusal.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ PIPELINES = (WorkerKind.DIFFUSION, WorkerKind.DIFFUSERS)
 
 
 def known_to(version: str) -> set[str]:
-    """Return the names of the fields in a version of vLLM, for example in "0.33.1"."""
+    """Return the names of the engine arguments in a version of vLLM, for example "0.33.1"."""
     minor = _minor(version)
     return {name for name, since in KNOWN_FIELDS.items() if _minor(since) <= minor}
 
@@ -56,7 +57,9 @@ REFUSED = sorted(
 
 
 class AtTheHook(Exception):
-    """Raised in our config hook, with the configuration that vLLM passes to the hook."""
+    """Raised in this package's config hook. Contains the configuration that vLLM passes to the
+    hook.
+    """
 
     def __init__(self, worker: WorkerKind, vllm_config: VllmConfig) -> None:
         self.worker, self.vllm_config = worker, vllm_config
@@ -64,7 +67,7 @@ class AtTheHook(Exception):
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip a pause of 2 s, which vLLM makes between two checks for a transformers model in a local
+    """Skip the 2 s that vLLM waits between two checks for a transformers model in a local
     directory.
     """
     monkeypatch.setattr("vllm.transformers_utils.repo_utils.time.sleep", lambda seconds: None)
@@ -95,8 +98,8 @@ def configure_engine(model: Path, **arguments: Any) -> VllmConfig:
 
 
 def test_the_table_has_the_fields_of_the_installed_vllm() -> None:
-    """The table contains the fields of the installed vLLM. A new field requires a row or a name in
-    `PLAIN_FIELDS`.
+    """The table contains every field of the installed vLLM. A new field requires a row in the
+    table, or an entry in `PLAIN_FIELDS`.
     """
     assert {field.name for field in dataclasses.fields(AsyncEngineArgs)} == known_to(
         vllm.__version__
@@ -119,7 +122,9 @@ def test_a_refusal_says_what_to_do_and_a_row_is_needed() -> None:
 
 
 def test_every_argument_that_is_refused_is_tried_here() -> None:
-    """Every refused argument has a sample value, or a reason why its use cannot be detected."""
+    """Every refused argument has a sample value in these tests, or a reason why its use cannot be
+    detected.
+    """
     tried = {
         *TOGETHER,
         *FOLDED,
@@ -135,9 +140,7 @@ def test_every_argument_that_is_refused_is_tried_here() -> None:
 
 
 def test_a_plain_start_has_requested_for_nothing(at_the_hook: Any) -> None:
-    """Values that vLLM chooses for the platform or the model do not count as requested by the
-    user.
-    """
+    """Values that vLLM sets for the platform or the model do not count as requested by the user."""
     assert requested_in_config(at_the_hook(), REFUSED) == {}
 
 
@@ -243,7 +246,7 @@ def test_refused_arguments_are_named_in_one_line(at_the_hook: Any, worker: Worke
 def test_a_start_is_refused_with_one_line(
     null_world: Path, arguments: dict[str, Any], line: str
 ) -> None:
-    """A start with such an argument is refused with one line from vLLM's configuration, before any
+    """With such an argument, creating vLLM's configuration fails with a one-line error, before any
     process starts.
     """
     with pytest.raises(ValueError, match=f"the diffusion worker does not support {line}"):
@@ -251,7 +254,8 @@ def test_a_start_is_refused_with_one_line(
 
 
 def test_vllm_leaves_it_to_the_family_whether_a_model_takes_adapters() -> None:
-    """`StepPipeline` supports LoRA for vLLM, so our own check decides about each model family.
+    """`StepPipeline` declares LoRA support to vLLM, so that this package's own check decides for
+    each model family.
 
     vLLM 0.33 refuses `--enable-lora` for a class without `SupportsLoRA` before our check runs.
     """
@@ -305,7 +309,7 @@ def test_half_of_a_quantization_is_refused(
 
 
 def test_values_that_are_honoured_are_not_refused(null_world: Path) -> None:
-    """Values that the config hook would choose itself, or that have no alternative, are
+    """Values that the config hook would choose anyway, or that are the only possible ones, are
     accepted.
     """
     config = configure_engine(
@@ -320,8 +324,8 @@ def test_values_that_are_honoured_are_not_refused(null_world: Path) -> None:
 
 
 def test_an_argument_given_on_the_command_line_is_one_that_differs() -> None:
-    """The parser's namespace contains every default, but only arguments that differ from the
-    defaults are reported.
+    """The parser's namespace contains a value for every argument, but only arguments that differ
+    from their defaults are reported.
     """
     defaults = {
         field.name: getattr(EngineArgs, field.name, None)
@@ -342,8 +346,8 @@ def script() -> ModuleType:
 
 
 def test_the_page_is_what_the_table_says(script: ModuleType) -> None:
-    """The page of engine arguments is up to date. After a change of the table, run `python
-    scripts/engine_arguments.py`.
+    """The engine arguments page is up to date. After changing the table, run
+    `python scripts/engine_arguments.py`.
     """
     assert script.PAGE.read_text() == script.render()
 

@@ -37,7 +37,7 @@ class Cyclic:
 
 @pytest.fixture
 def thresholds() -> Iterator[None]:
-    """Use Python's default thresholds of garbage collection, as a server does."""
+    """Use Python's default garbage-collection thresholds, as a server does."""
     before = gc.get_threshold()
     gc.set_threshold(700, 10, 10)
     yield
@@ -47,13 +47,13 @@ def thresholds() -> Iterator[None]:
 
 
 def most_cycles_alive(app: FastAPI, made: int) -> int:
-    """Create cyclic objects in a started server; return the maximum number that were alive at the
-    same time.
+    """Create cyclic objects in a started server; return the largest number of them that were alive
+    at the same time.
 
     Each cyclic object is in use for a while.
     """
     app.state.log_stats = False
-    # The deque is long enough that objects reach the oldest generation.
+    # The deque is long enough for objects to reach the garbage collector's oldest generation.
     in_use: deque[Cyclic] = deque(maxlen=IN_USE)
     with TestClient(app):
         most = 0
@@ -72,18 +72,18 @@ def test_cycles_do_not_pile_up_in_a_server_that_vllm_froze() -> None:
 
 @pytest.mark.usefixtures("thresholds")
 def test_without_it_they_would() -> None:
-    """With vLLM's own lifespan, cyclic objects are not freed.
+    """With vLLM's own lifespan handler, cyclic objects are not freed.
 
-    If this fails, vLLM or CPython has changed: remove `collect_after_freeze`.
+    If this test fails, vLLM or CPython has changed: remove `collect_after_freeze`.
     """
     assert most_cycles_alive(FastAPI(lifespan=lifespan), made=60_000) > 55_000
 
 
 def test_holes_of_the_heap_go_back_to_the_system() -> None:
-    """Unused memory inside the heap is returned to the system.
+    """Unused memory inside the heap is returned to the operating system.
 
-    Holes that earlier tests left are trimmed first, because blocks that fill such holes would take
-    no new memory.
+    The test first trims free heap memory left by earlier tests, because blocks that reuse it would
+    not take new memory.
     """
     process, trim = psutil.Process(), HeapTrim(interval_s=0)
     trim()
@@ -120,4 +120,4 @@ def test_other_c_libraries_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> No
     # `append` returns None, which has no attribute `malloc_trim`.
     monkeypatch.setattr("vllm_omni.runtime.heap.ctypes.CDLL", requested.append)
     HeapTrim(interval_s=0)()
-    assert requested == [None]  # the program's own C library is opened once
+    assert requested == [None]  # the process's own C library is opened once

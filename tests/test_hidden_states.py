@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hidden states: requests for them, their transport through vLLM's output code, and errors."""
+"""Hidden states: parsing requests, transport through vLLM's output code, and errors."""
 
 import contextlib
 from typing import Any
@@ -54,8 +54,8 @@ def request_output(*completions: CompletionOutput) -> RequestOutput:
     ],
 )
 def test_a_request_survives_extra_args(request_: HiddenStatesRequest) -> None:
-    """A request is read from the map of `to_extra_args`, and from the JSON text that `vllm_xargs`
-    allows.
+    """A request for hidden states can be parsed from the map that `to_extra_args` returns, and from
+    the JSON text that `vllm_xargs` allows.
     """
     extra_args = request_.to_extra_args()
     assert HiddenStatesRequest.from_extra_args(extra_args) == request_
@@ -65,7 +65,7 @@ def test_a_request_survives_extra_args(request_: HiddenStatesRequest) -> None:
 
 @pytest.mark.parametrize("extra_args", [None, {}, {"other": 1}])
 def test_no_request_is_none(extra_args: Any) -> None:
-    """Without an entry for hidden states, `extra_args` contain no request. Other entries are
+    """If `extra_args` has no entry for hidden states, there is no request. Other entries are
     ignored.
     """
     assert HiddenStatesRequest.from_extra_args(extra_args) is None
@@ -92,7 +92,9 @@ def test_no_request_is_none(extra_args: Any) -> None:
     ],
 )
 def test_a_malformed_request_says_what_is_wrong(requested: Any, named: str) -> None:
-    """A malformed request gets error `invalid_request` with the field and the allowed values."""
+    """A malformed request fails with `invalid_request`, and the error names the field and the
+    allowed values.
+    """
     with pytest.raises(RequestFailed, match=named) as failed:
         HiddenStatesRequest.from_extra_args({"omni": requested})
     assert failed.value.code == "invalid_request"
@@ -105,7 +107,7 @@ def test_a_malformed_request_says_what_is_wrong(requested: Any, named: str) -> N
 )
 @settings(max_examples=200, deadline=None)
 def test_any_rubbish_is_refused_with_the_one_documented_error(requested: Any) -> None:
-    """For any input of a client, parsing raises RequestFailed and no other exception."""
+    """Whatever a client sends, parsing raises no exception other than RequestFailed."""
     for value in (
         requested,
         {"hidden_states": requested},
@@ -123,8 +125,8 @@ def test_any_rubbish_is_refused_with_the_one_documented_error(requested: Any) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("layers", [(-1,), (0, 7, -1)])
 def test_rows_arrive_bit_for_bit(dtype: torch.dtype, layers: tuple[int, ...]) -> None:
-    """Hidden states that end in zero bytes arrive complete. NumPy's byte strings would drop these
-    bytes.
+    """Hidden states that end in zero bytes arrive complete. NumPy's byte-string dtype would drop
+    these bytes.
     """
     rows = torch.randn(5, len(layers), 6).to(dtype)
     rows[1] = 0
@@ -151,10 +153,10 @@ def test_rows_arrive_bit_for_bit(dtype: torch.dtype, layers: tuple[int, ...]) ->
 def test_rows_are_dealt_to_the_tokens_they_came_with(
     num_rows: int, num_tokens: int, counts: list[int]
 ) -> None:
-    """Each new token gets one hidden state, counted from the end, and the first token gets all that
-    remain.
+    """The hidden states of an output are assigned to its tokens from the end, one per token; the
+    first token gets all that remain.
 
-    If a token is cut off, its hidden state is cut off too.
+    If a token is truncated, its hidden state is dropped too.
     """
     mask = encode_hidden_states(
         torch.zeros(num_rows, 1, 4), (-1,), range(num_rows), range(num_rows), num_tokens
@@ -177,8 +179,8 @@ def test_rows_pass_vllms_wire_unchanged() -> None:
 
 
 def test_a_slow_reader_of_deltas_loses_no_row() -> None:
-    """A slow reader loses no hidden states. vLLM merges unread deltas, and their hidden states are
-    merged with the tokens.
+    """A slow reader loses no hidden states: when vLLM merges unread deltas, their hidden states are
+    merged along with the tokens.
     """
     rows = torch.randn(4, 1, 8)
     first = request_output(completion(encode_hidden_states(rows[:2], (-1,), [0, 1], [5, 6], 1)))
@@ -200,7 +202,9 @@ def test_a_slow_reader_of_deltas_loses_no_row() -> None:
 
 
 def test_consecutive_deltas_join() -> None:
-    """A streaming client joins deltas with `concat`. A delta without hidden states is None."""
+    """A streaming client can join the hidden states of deltas with `concat`. A delta without hidden
+    states is represented as None.
+    """
     parts = [
         hidden_states_of(
             completion(
@@ -216,8 +220,8 @@ def test_consecutive_deltas_join() -> None:
 
 
 def test_of_a_last_row_only_the_newest_counts() -> None:
-    """With stop strings, each step sends its last hidden state, and a client receives only the
-    newest of them.
+    """In mode `last` with stop strings, the engine sends the last hidden state of each step, and
+    the client receives only the newest one.
     """
     rows = [
         encode_hidden_states(torch.full((1, 1, 4), float(i)), (-1,), [i], [i], 1, newest_only=True)
@@ -236,15 +240,15 @@ def test_of_a_last_row_only_the_newest_counts() -> None:
 
 
 def test_an_output_without_rows_is_none() -> None:
-    """An output has no hidden states if the request did not ask for them or the engine runs without
-    our scheduler.
+    """An output has no hidden states if the request did not ask for them, or if the engine does not
+    use this package's scheduler.
     """
     assert hidden_states_of(request_output(completion(None))) is None
 
 
 def test_the_reason_of_a_failed_request_is_raised() -> None:
-    """The error of a failed request leaves the engine as a stop reason, and the reader raises it
-    again.
+    """The engine transmits the error of a failed request as a stop reason, and reading the output
+    raises it again.
     """
     failed = RequestFailed("too_large", 'the "limit" is 5 bytes')
     output = request_output(completion(None, finish_reason="error", stop_reason=error_text(failed)))
@@ -255,8 +259,8 @@ def test_the_reason_of_a_failed_request_is_raised() -> None:
 
 
 def test_a_real_sampling_mask_is_not_read_as_rows() -> None:
-    """A real sampling mask of vLLM in the same output field raises an error instead of being read
-    as hidden states.
+    """If the output field contains a real vLLM sampling mask, reading it raises an error instead of
+    returning it as hidden states.
     """
     mask = SamplingMaskLists(np.array([b"123456789012345678901234567890"]), np.array([0, 1]))
     with pytest.raises(ValueError, match="not hidden states"):

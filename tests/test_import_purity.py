@@ -97,7 +97,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def walk() -> dict[str, object]:
-    """Register and import everything in another process; return what has changed."""
+    """Register the plug-in and import all modules in another process; return what has changed."""
     output = subprocess.run(
         [sys.executable, "-c", SNAPSHOT + WALK],
         capture_output=True,
@@ -109,8 +109,8 @@ def walk() -> dict[str, object]:
 
 
 def test_importing_every_module_rebinds_nothing_in_vllm(walk: dict[str, Any]) -> None:
-    """Every attribute of every loaded vLLM module and class is still the same object after our
-    imports.
+    """Every attribute of every loaded vLLM module and class is still the same object after this
+    package's modules are imported.
 
     The CPU worker modules are excluded, because they import vLLM's CPU worker, which patches torch.
     """
@@ -122,8 +122,8 @@ def test_registering_touches_four_registries_and_only_adds(walk: dict[str, Any])
     """`register()`, called twice, adds architectures, config hooks, config types and a config
     parser.
 
-    No registered entry is replaced. Architectures of vLLM without a hook get one that acts only if
-    a worker of this package is selected.
+    No registered entry is replaced. vLLM architectures without a config hook get one that acts only
+    if a worker of this package is selected.
     """
     assert walk["changed_by_registering"] == [] and walk["replaced"] == []
     assert "Qwen2ForCausalLM" in walk["for_stock_models"]
@@ -136,7 +136,7 @@ def test_registering_touches_four_registries_and_only_adds(walk: dict[str, Any])
 
 
 def test_kernel_files_are_imported_without_triton(walk: dict[str, Any]) -> None:
-    """Modules with kernels are imported without Triton, because they import it only through
+    """Modules with kernels can be imported without Triton, because they import Triton only through
     `triton_or_names`.
     """
     files = [path for path in PACKAGE.rglob("*.py") if "@triton.jit" in path.read_text()]
@@ -150,7 +150,7 @@ def test_kernel_files_are_imported_without_triton(walk: dict[str, Any]) -> None:
 def test_importing_the_package_loads_nothing_heavy() -> None:
     """`import vllm_omni`, which every vLLM process runs, imports neither torch nor vLLM.
 
-    The same holds for the table of families, which commands read.
+    Neither does the table of model families, which commands read.
     """
     load = "import sys, json, vllm_omni, vllm_omni.model_executor.models.registry"
     script = f"{load}; print(json.dumps([m for m in ('torch', 'vllm') if m in sys.modules]))"
@@ -166,9 +166,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("client", ["world_camera.py", "realtime_video.py"])
 def test_clients_need_no_torch(client: str) -> None:
-    """Clients do not import torch, so they start in 0.2 s. Importing torch would take one more
-    second.
-    """
+    """Clients do not import torch, so they start in 0.2 s. Importing torch would add a second."""
     path = EXAMPLES / client
     script = (
         f"import sys, runpy; runpy.run_path({str(path)!r}); print('torch' in sys.modules, "

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports are free of cycles, including imports for types, and generic modules import no models."""
+"""Imports are free of cycles, including type-checking imports, and generic modules import no
+models.
+"""
 
 import ast
 import re
@@ -12,8 +14,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "vllm_omni"
 NAMED_MODEL = r"model_executor\.models\.\w+\.\w+"
-"""Modules in the folder of a model, as a regular expression. `registry` and `capabilities` are next
-to these folders.
+"""Regular expression for modules inside a model's folder. It does not match `registry` and
+`capabilities`, which are next to these folders.
 """
 
 
@@ -28,7 +30,9 @@ def modules(package: Path) -> dict[str, Path]:
 
 
 def imports(source: str, known: Set[str]) -> set[str]:
-    """Return the modules of `known` that a file imports: at its top, in functions, or for types."""
+    """Return the modules in `known` that a file imports: at its top, inside functions, or for type
+    checking.
+    """
     named = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -61,9 +65,10 @@ def graph() -> dict[str, set[str]]:
 
 
 def arrows(importers: str, imported: str) -> set[tuple[str, str]]:
-    """Return `(importer, imported)` of the imports that match two regular expressions.
+    """Return `(importer, imported)` for each import whose two modules match the two regular
+    expressions.
 
-    The expressions are compared with the names after `vllm_omni.`.
+    The expressions are matched against module names without the prefix `vllm_omni.`.
     """
     sources, targets = (
         re.compile(rf"vllm_omni\.({importers})\b"),
@@ -88,13 +93,13 @@ def test_there_is_no_circle() -> None:
     "package", ["worker", "core", "entrypoints", "planning", "composition", "session_files"]
 )
 def test_what_serves_models_imports_none(package: str) -> None:
-    """The serving code imports no model, because it uses the families in the registry."""
+    """The serving code imports no model directly, because it uses the families in the registry."""
     assert arrows(package, NAMED_MODEL) == set()
 
 
 def test_one_package_outside_models_imports_one() -> None:
-    """Outside the models, only the executor without workers imports a model family: that of
-    diffusers pipelines.
+    """Outside the models' own folders, only the executor that runs without workers imports a model
+    family, namely that of diffusers pipelines.
     """
     crossing = arrows("(?!testing|model_executor)", NAMED_MODEL)
     assert {name.split(".")[1] for name, _ in crossing} == {"executor"}
@@ -108,21 +113,21 @@ def test_parts_that_models_share_import_none_but_wan() -> None:
 
 
 def test_the_executor_without_workers_imports_none_of_them() -> None:
-    """The executor without workers imports no worker module, because modules that both need are
-    below both.
+    """The executor that runs without workers imports no worker module, because code that both need
+    is in lower-level modules.
     """
     assert arrows("executor", "worker") == set()
 
 
 def test_models_import_nothing_that_moves_sessions() -> None:
-    """Models import only `saved_tensors`, which contains the saved state, and not the module of the
-    snapshot file.
+    """Of the snapshot code, models import only `saved_tensors`, which describes the saved state,
+    and not the module that reads and writes snapshot files.
     """
     assert arrows("model_executor", "session_files") == set()
 
 
 def test_what_serves_imports_no_testing_models() -> None:
-    """Of the serving code, only the command `verify` imports `testing`."""
+    """In the serving code, only the `verify` command imports `testing`."""
     assert {name for name, _ in arrows("(?!testing)", "testing")} == {
         "vllm_omni.entrypoints.cli.checkpoints.verify"
     }

@@ -21,8 +21,8 @@ def record(message: str, *args: object) -> logging.LogRecord:
 
 
 def test_a_task_keeps_the_ids_it_started_with() -> None:
-    """A task inherits the ids of its request, and a task that is started outside a request has
-    none.
+    """A task inherits the request id and session id of the request that starts it. A task started
+    outside a request has neither.
     """
 
     async def main() -> list[dict[str, str]]:
@@ -62,9 +62,9 @@ def test_ids_stand_at_the_end_of_a_text_records_first_line() -> None:
     ],
 )
 def test_text_of_clients_starts_no_line_and_moves_no_cursor(text: object) -> None:
-    """Control characters in log arguments, such as a path or a close reason, are escaped.
+    """Control characters in log arguments are escaped, for example in a path or a close reason.
 
-    This applies to every log line of this package.
+    The escaping applies to every log line of this package.
     """
     formatter = ContextFormatter(logging.Formatter("INFO %(message)s"))
     made = logging.LogRecord(
@@ -75,7 +75,9 @@ def test_text_of_clients_starts_no_line_and_moves_no_cursor(text: object) -> Non
 
 
 def test_lines_of_other_packages_may_be_several() -> None:
-    """A table that vLLM logs keeps its lines, but characters that move the cursor are escaped."""
+    """A multi-line table that vLLM logs keeps its line breaks, but characters that move the cursor
+    are escaped.
+    """
     formatter = ContextFormatter(logging.Formatter("INFO %(message)s"))
     assert formatter.format(record("%s", "a\tb\nc\x1b[2K")) == "INFO a\tb\nc\\x1b[2K"
 
@@ -96,9 +98,9 @@ def test_json_lines_have_ids_as_fields_and_leave_unknown_ones_out() -> None:
 
 
 def test_a_format_of_the_users_own_may_name_the_ids(tmp_path: Path) -> None:
-    """A user's own `dictConfig` may name the filter, as the operators' page shows.
+    """A user's own `dictConfig` can use the package's log filter, as the operators' page shows.
 
-    A log line without a session shows a dash.
+    A log line without a session shows a dash in place of the id.
     """
     target = tmp_path / "log"
     name = "omni-own-format"
@@ -149,7 +151,7 @@ def test_handlers_get_ids_once_and_a_users_configuration_is_left_alone(
 def test_only_what_is_known_to_be_noise_is_dropped() -> None:
     """vLLM's warning about an environment variable of this package is dropped.
 
-    Its warnings about a misspelled variable and about a failed warm-up are still logged.
+    vLLM's warnings about a misspelled variable and about a failed warm-up are still logged.
     """
     unknown = "Unknown vLLM environment variable detected: %s"
     variables = logs.NOISE["vllm.platforms.interface"]

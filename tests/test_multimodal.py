@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's `multi_modal_data`: the allowed values, and their transport to the model."""
+"""vLLM's `multi_modal_data`: the allowed values, and how they reach the model."""
 
 import asyncio
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_images_are_rgb_pixels(image: Any, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("as_array", [False, True])
 def test_transparent_parts_of_an_image_become_white(as_array: bool) -> None:
-    """Transparent pixels of an image become white, so the colour below them does not become
+    """Transparent pixels of an image become white, so that their hidden colour does not become
     visible.
     """
     hidden = Image.new("RGBA", (6, 4), (255, 0, 255, 0))
@@ -111,7 +111,9 @@ def test_both_ways_in_give_the_same_chunk(null_world: Path) -> None:
 
 
 def test_actions_are_a_modality(null_world: Path) -> None:
-    """A real engine generates the same chunk from dense arrays and from typed frames."""
+    """A real engine generates the same chunk from dense action arrays and from typed action
+    frames.
+    """
     space = {
         "buttons": [{"name": "w", "title": "forward"}, {"name": "jump", "title": "jump"}],
         "axes": [{"name": "dx", "title": "turn", "unit": "pixels", "kind": "motion", "mouse": "x"}],

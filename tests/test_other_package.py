@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Another project's `vllm_omni` is detected, and every entry point refuses to run next to it.
 
-The other project is recognised by its metadata, and because it lacks the mark of this project.
+The other project is recognised by its metadata, or by the absence of this project's marker.
 """
 
 import importlib.metadata
@@ -30,7 +30,7 @@ def install(
     folder: bool = True,
     mark: bool = False,
 ) -> None:
-    """Write a distribution as pip would install it: the metadata and the folder of the package."""
+    """Write a distribution as pip would install it: its metadata and its package folder."""
     info = site_packages / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -48,8 +48,8 @@ def install(
 
 @pytest.mark.parametrize("name", ["vllm-omni", "vllm_omni", "vLLM.Omni"])
 def test_the_public_package_is_reported(tmp_path: Path, name: str) -> None:
-    """The report about the other package has lines with the version and path of its metadata and
-    its folder.
+    """The report about the other package contains the version and path of its metadata, and its
+    folder.
     """
     install(tmp_path, name, "0.30.0", THEIRS)
     assert vllm_worlds.find_other_package([str(tmp_path)]) == [
@@ -60,8 +60,8 @@ def test_the_public_package_is_reported(tmp_path: Path, name: str) -> None:
 
 
 def test_this_project_is_not_reported(tmp_path: Path) -> None:
-    """This project is not reported: neither this environment nor an installed copy, even if it is
-    on the path several times.
+    """This project itself is not reported, neither in this environment nor as an installed copy
+    that is on the path several times.
     """
     install(tmp_path, "vllm-worlds", "0.1.0", OURS, mark=True)
     install(tmp_path, "vllm-omni-tools", "1.0", THEIRS, folder=False)
@@ -71,7 +71,8 @@ def test_this_project_is_not_reported(tmp_path: Path) -> None:
 def test_metadata_or_folder_is_enough(tmp_path: Path) -> None:
     """Either the metadata or the folder suffices to detect the other package.
 
-    For example, an uninstall left the folder, or the metadata replaced those of this project.
+    For example, an uninstall may have left the folder behind, or the other package's metadata may
+    have replaced that of this project.
     """
     install(tmp_path / "a", "other", "1.0", "")
     install(tmp_path / "b", "vllm-omni", "0.30.0", THEIRS, folder=False)
@@ -87,10 +88,10 @@ def test_doctor_names_the_package_to_remove(tmp_path: Path) -> None:
 
 
 def test_the_former_name_of_this_project_is_a_warning(tmp_path: Path) -> None:
-    """Metadata with the former name of this project only cause a warning, because old environments
-    contain them.
+    """Metadata under the former name of this project causes only a warning, because old
+    environments contain it.
 
-    A folder that a build has left does not count.
+    A directory left behind by a build does not count as an installed package.
     """
     install(tmp_path / "a", "vllm-omni", "0.1.0", OURS, mark=True)
     finding = doctor.check_name([str(tmp_path / "a")])
@@ -108,10 +109,10 @@ def test_the_former_name_of_this_project_is_a_warning(tmp_path: Path) -> None:
 def test_entry_points_refuse_without_importing_the_other_package(
     tmp_path: Path, call: str, mark: bool
 ) -> None:
-    """A command or process of vLLM stops with the remedy, even if the files of both projects are
-    mixed.
+    """A command or a vLLM process stops with an error that states the remedy, even if the files of
+    both projects are mixed.
 
-    The other package is not imported: the package in `tmp_path` raises on import.
+    The other package is not imported: the fake package in `tmp_path` would raise on import.
     """
     install(tmp_path, "vllm-omni", "0.30.0", THEIRS, mark=mark)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nimport vllm_worlds\n"
@@ -131,7 +132,9 @@ def test_entry_points_refuse_without_importing_the_other_package(
 
 @pytest.mark.parametrize(("entry_points", "mark", "status"), [(THEIRS, False, 1), (OURS, True, 0)])
 def test_the_file_runs_alone(tmp_path: Path, entry_points: str, mark: bool, status: int) -> None:
-    """The file runs by itself, because set-up runs it without this package on the path."""
+    """The file runs as a standalone script, because `scripts/setup_env.py` runs it without this
+    package on the path.
+    """
     install(tmp_path, "vllm-omni", "0.30.0", entry_points, mark=mark)
     command = [sys.executable, "-S", vllm_worlds.__file__]
     result = subprocess.run(
@@ -142,7 +145,9 @@ def test_the_file_runs_alone(tmp_path: Path, entry_points: str, mark: bool, stat
 
 
 def test_the_distribution_has_the_name_that_its_module_says() -> None:
-    """pyproject.toml, the installed distribution and its commands have the same name."""
+    """pyproject.toml, the installed distribution and its commands use the name that the module
+    states.
+    """
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     assert project["name"] == vllm_worlds.DISTRIBUTION
     installed = importlib.metadata.distribution(vllm_worlds.DISTRIBUTION)

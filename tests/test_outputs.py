@@ -31,8 +31,8 @@ shapes = st.lists(st.integers(0, 5), max_size=4)
 )
 @settings(max_examples=60, deadline=None)
 def test_everything_packed_comes_back(specs: list[tuple[str, list[int]]], text: str) -> None:
-    """Unpacking an envelope yields what was packed: every dtype, empty and scalar shapes, and any
-    text in the metadata.
+    """Unpacking an envelope returns what was packed, for every dtype, for empty and scalar shapes,
+    and for any text in the metadata.
 
     Payloads are aligned to 64 bytes.
     """
@@ -53,7 +53,7 @@ def test_everything_packed_comes_back(specs: list[tuple[str, list[int]]], text: 
 
 
 def test_unpacking_copies_nothing() -> None:
-    """Unpacked tensors are views of the envelope, so they change with it."""
+    """Unpacked tensors are views of the envelope, so they change when the envelope changes."""
     envelope = pack({}, {"x": torch.zeros(4, dtype=torch.uint8)})
     view = unpack(envelope)[1]["x"]
     envelope.fill_(7)
@@ -62,7 +62,8 @@ def test_unpacking_copies_nothing() -> None:
 
 @pytest.mark.parametrize("long_meta", [False, True])
 def test_a_result_tensor_is_packed_without_a_copy(long_meta: bool) -> None:
-    """A tensor from `empty_result`, which reserves room for the header, is packed without a copy.
+    """A tensor from `empty_result` is packed without a copy, because `empty_result` reserves space
+    for the header.
 
     If the header does not fit, the tensor is copied.
     """
@@ -94,7 +95,9 @@ def test_an_error_envelope_raises_what_was_packed() -> None:
 
 @pytest.mark.parametrize("write", [pack, pack_bytes])
 def test_dtypes_without_a_name_are_refused_when_packing(write: Callable[..., object]) -> None:
-    """Packing a dtype without a name, such as complex numbers, is refused."""
+    """Packing a tensor whose dtype has no name in the format, such as a complex dtype, is
+    refused.
+    """
     with pytest.raises(
         TypeError, match=r"tensor 'x' has dtype torch.complex64; allowed: uint8, int8, .*, float64$"
     ):
@@ -104,10 +107,10 @@ def test_dtypes_without_a_name_are_refused_when_packing(write: Callable[..., obj
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_mutated_envelopes_raise_only_documented_errors(data: st.DataObject) -> None:
-    """For an envelope with changed or missing bytes, `unpack` returns, or raises ValueError or
-    RequestFailed.
+    """For an envelope with changed or missing bytes, `unpack` either returns a result or raises
+    ValueError or RequestFailed.
 
-    No other exception is raised.
+    It never raises another exception.
     """
     original = bytes(
         pack(
@@ -148,7 +151,7 @@ def test_lying_headers_are_refused_before_anything_is_read(entry: list[object]) 
 def envelope_of(
     header: Any, magic: bytes = b"VOMN", version: int = 1, header_bytes: int | None = None
 ) -> torch.Tensor:
-    """Return an envelope of at least 256 bytes that another program could have written."""
+    """Return an envelope of at least 256 bytes, as another program could have written it."""
     text = json.dumps(header).encode()
     raw = (
         struct.pack("<4sIQ", magic, version, len(text) if header_bytes is None else header_bytes)
@@ -161,10 +164,11 @@ EMPTY: dict[str, Any] = {"meta": {}, "tensors": []}
 
 
 def test_an_envelope_of_another_writer_is_read() -> None:
-    """An envelope of another program is read if it follows the layout at the top of outputs.py.
+    """An envelope from another program can be read if it follows the layout at the top of
+    outputs.py.
 
-    The test's envelope contains two views of one payload, an entry without bytes, and an entry with
-    eight dimensions.
+    This envelope contains two entries that share a payload, an entry without bytes, and an entry
+    with eight dimensions.
     """
     entries = [
         ["x", "int16", [2], 192],
@@ -251,8 +255,8 @@ def test_what_an_error_lacks_is_said_to_be_none() -> None:
 
 
 def test_a_part_of_a_result_tensor_is_copied() -> None:
-    """A slice of a tensor from `empty_result` is copied. Only the whole tensor becomes the envelope
-    without a copy.
+    """A slice of a tensor from `empty_result` is copied. Only the whole tensor is packed without a
+    copy.
     """
     whole = empty_result((4, 6), torch.int16)
     whole.copy_(torch.arange(24).view(4, 6))
@@ -267,8 +271,8 @@ def test_a_part_of_a_result_tensor_is_copied() -> None:
 
 @pytest.mark.parametrize(("spare", "in_place"), [(1, True), (0, True), (-1, False)])
 def test_a_header_may_fill_the_room_before_a_result_tensor(spare: int, in_place: bool) -> None:
-    """The header may fill the room before a result tensor, which is 4096 bytes, including the
-    prefix.
+    """The header may fill the 4096 bytes that are reserved in front of a result tensor, including
+    the prefix.
     """
     result = empty_result((3,), torch.float32)
     entries = [["x", "float32", [3], 4096]]
@@ -279,7 +283,7 @@ def test_a_header_may_fill_the_room_before_a_result_tensor(spare: int, in_place:
 
 
 def test_what_is_between_header_and_payloads_is_zero() -> None:
-    """Padding is zero and contains no bytes of the process's memory, so equal results have equal
+    """Padding bytes are zero, so an envelope leaks no process memory, and equal results have equal
     envelopes.
     """
     for make in (
@@ -306,7 +310,7 @@ def test_numbers_that_json_lacks_are_refused_when_packing(value: float) -> None:
 
 def test_arrays_are_views_too() -> None:
     """`unpack_arrays` returns NumPy views of the envelope, and refuses bfloat16 with an error that
-    names it.
+    names the dtype.
     """
     frames = torch.arange(72, dtype=torch.uint8).view(2, 3, 4, 3)
     envelope = pack({"n": 1}, {"frames": frames, "pose": torch.eye(4), "none": torch.zeros(0, 3)})

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits on the length of files, functions and the runner. Docstrings do not count."""
+"""Limits on the number of code lines in files, functions and the runner. Docstrings do not
+count.
+"""
 
 import ast
 from pathlib import Path
@@ -21,7 +23,7 @@ TOPOLOGY = {
 
 
 def code_lines(path: Path) -> int:
-    """Return the number of lines of a module, without docstrings and the docstrings of fields."""
+    """Return the number of code lines in a module, excluding docstrings and field docstrings."""
     source = path.read_text()
     texts = sum(
         node.end_lineno - node.lineno + 1
@@ -55,7 +57,9 @@ def test_no_function_of_the_package_is_long() -> None:
 
 
 def test_the_runner_is_short_and_knows_no_topology() -> None:
-    """The runner is short and does not read the topology, which belongs to the roles."""
+    """The runner is short and does not read the topology, because only the roles depend on the
+    topology.
+    """
     source = RUNNER.read_text()
     assert code_lines(RUNNER) <= RUNNER_LINES
     named = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}

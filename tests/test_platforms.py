@@ -11,7 +11,7 @@ from vllm_omni import platforms
     [
         (None, "0.32.0+cpu", False),
         ("0", "0.32.0+cpu", False),
-        ("1", "0.32.0", False),  # a CUDA build, for which vLLM knows the Ray resource
+        ("1", "0.32.0", False),  # a CUDA build: vLLM already has a Ray resource name for it
         ("1", "0.32.0+cpu", True),
     ],
 )
@@ -27,7 +27,9 @@ def test_only_a_cpu_build_that_requests_gets_it(
 
 
 def test_it_is_the_stock_platform_but_for_the_resources_name() -> None:
-    """The plug-in overrides only the name of the Ray resource of the stock platform."""
+    """The plug-in overrides only one attribute of the stock platform, the name of its Ray
+    resource.
+    """
     from vllm.platforms.cpu import CpuPlatform
 
     from vllm_omni.platforms.ray_cpu import RayCpuPlatform

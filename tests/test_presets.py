@@ -54,9 +54,10 @@ def test_an_option_that_is_set_overrides_the_preset() -> None:
 
 
 def test_a_preset_overrides_the_release_and_keeps_its_noise_levels() -> None:
-    """A preset overrides the number of steps of a release but uses its noise levels.
+    """A preset overrides the number of steps of a released model but keeps the model's noise
+    levels.
 
-    CausVid was trained with three steps, of which the first and the last remain.
+    CausVid was trained with three steps; the preset keeps the first and the last of them.
     """
     checkpoint = {"release": "causvid"}
     release = CausalWanOptions.of_checkpoint(checkpoint, {})
@@ -66,8 +67,8 @@ def test_a_preset_overrides_the_release_and_keeps_its_noise_levels() -> None:
 
 
 def test_a_world_description_overrides_the_preset() -> None:
-    """A world description overrides the preset: the village was trained for one step and declares
-    this.
+    """A world description overrides the preset. The village was trained for one step, and its
+    description says so.
     """
     description = read_description(VILLAGE)
     given = {"omni": {"model": {"preset": "realtime", "decoder": "wan"}}}
@@ -99,8 +100,8 @@ def test_weights_are_quantized_where_it_saves_time_or_memory(
 def test_the_precision_reaches_the_engine_unless_the_user_sets_it(
     lingbot_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The preset's precision reaches the engine unless the user sets it. The start logs the preset
-    in one line.
+    """The engine uses the preset's precision unless the user sets one. At startup, the preset is
+    logged in one line.
     """
     small = {"preset": "small", "fp8": True}
     lines: list[str] = []
@@ -134,8 +135,8 @@ def test_the_precision_reaches_the_engine_unless_the_user_sets_it(
 def test_a_preset_that_cannot_work_is_refused(
     lingbot_world: Path, options: dict[str, Any], dtype: str, reason: str
 ) -> None:
-    """A preset that cannot work is refused by the engine's configuration, and in one line by `vllm
-    serve --omni`.
+    """A preset that cannot work is refused when the engine configuration is created, and
+    `vllm serve --omni` prints the error in one line.
     """
     with pytest.raises(ValueError, match=reason):
         configure(lingbot_world, options, dtype=dtype)

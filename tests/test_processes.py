@@ -45,8 +45,8 @@ if __name__ == "__main__":
 def tree(
     tmp_path: "os.PathLike[str]", request: pytest.FixtureRequest
 ) -> "Iterator[dict[str, list[int]]]":
-    """Start a server, its engine core and a worker; yield the result of `engine_processes` for each
-    by name.
+    """Start a server, its engine core and a worker; yield the result of `engine_processes` in each
+    process, by process name.
     """
     script = os.path.join(tmp_path, "tree.py")
     with open(script, "w") as file:
@@ -73,16 +73,16 @@ def test_they_know_each_other(tree: dict[str, list[int]]) -> None:
 
 @pytest.mark.parametrize("tree", [[], ["loading"]], indirect=True, ids=["serving", "loading"])
 def test_all_end_with_the_server(tree: dict[str, list[int]]) -> None:
-    """When the server ends, all its processes end.
+    """When the server ends, all processes below it in the process tree end.
 
-    A worker that is still loading ends too, before its engine core watches the server.
+    This includes a worker that is still loading, whose engine core does not watch the server yet.
     """
     os.kill(tree["server"][0], signal.SIGKILL)
     wait_until(lambda: has_ended(tree["worker"][0]), 3)
 
 
 def test_a_worker_ends_with_its_engine_core(tree: dict[str, list[int]]) -> None:
-    """When the engine core ends, its worker ends, and the server stays alive because it must notify
+    """When the engine core ends, its worker ends. The server stays alive, because it must notify
     its clients.
     """
     os.kill(tree["core"][0], signal.SIGKILL)
@@ -99,8 +99,8 @@ def test_a_process_that_no_one_started_watches_no_one() -> None:
 
 
 def test_a_stopped_process_is_notified_from_a_sleeping_one() -> None:
-    """`is_stopped` is true for a stopped process, and false for a sleeping one and for one that has
-    ended.
+    """`is_stopped` returns true for a stopped process, and false for a sleeping process and for one
+    that has ended.
     """
     with subprocess.Popen(["sleep", "60"]) as process:
         assert not is_stopped(process.pid)

@@ -51,8 +51,8 @@ def recording(tmp_path: Path, *chunks: RecordedChunk) -> Path:
 
 
 def test_typed_actions_are_read_as_they_were_sent(tmp_path: Path) -> None:
-    """Typed actions are read exactly as they were sent. Axes keep every bit, so a replay generates
-    the same frames.
+    """Typed actions are read exactly as they were sent. Axis values keep every bit, so a replay
+    generates the same frames.
     """
     actions = [
         ["w"],
@@ -76,7 +76,9 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_a_recording_that_ends_within_a_record_is_good_up_to_there(tmp_path: Path) -> None:
-    """A recording is readable up to an incomplete last record, which a killed server leaves."""
+    """A recording that ends with an incomplete record, as left by a killed server, can be read up
+    to that record.
+    """
     path = recording(tmp_path, chunk(0), chunk(1))
     path.write_bytes(path.read_bytes()[:-5])
     _, chunks, whole = read_recording(path)
@@ -87,8 +89,8 @@ def test_a_recording_that_ends_within_a_record_is_good_up_to_there(tmp_path: Pat
     "content", [b"", b"\x80\x04K\x01.", MAGIC, MAGIC + b"\xff" * 7, MAGIC + bytes(16)]
 )
 def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
-    """A file that is not a recording is refused in one line: an empty file, a pickle, noise, or a
-    file without a header.
+    """A file that is not a recording is refused with a one-line error. The test files are an empty
+    file, a pickle, noise, and a file without a header.
     """
     path = tmp_path / "a.recording"
     path.write_bytes(content)
@@ -100,7 +102,7 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes) -> 
     ("outcomes", "expected"),
     [
         ([0, 1, 2], [(0, "0"), (1, "1"), (2, "2")]),
-        # Chunk 1 was cancelled before it was finished, and was generated again.
+        # Chunk 1 was cancelled before it finished, and was generated again.
         ([0, None, 1], [(0, "0"), (1, "2")]),
         # Chunk 1 was cancelled too late, so it is part of the session.
         ([0, None, 2], [(0, "0"), (1, "1"), (2, "2")]),
@@ -112,7 +114,7 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes) -> 
     ],
 )
 def test_which_requests_made_the_session(outcomes: list[int | None], expected: list[Any]) -> None:
-    """The indices of finished chunks show whether a cancelled chunk has become part of the
+    """The indices of the finished chunks determine whether a cancelled chunk became part of the
     session.
     """
     chunks = [chunk(index, str(number)) for number, index in enumerate(outcomes)]

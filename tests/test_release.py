@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make release`: the same commit yields the same bytes, and the version is written in one
-place.
+"""`make release`: the same commit yields byte-identical files, and the version is the same
+everywhere.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ def release() -> ModuleType:
 def test_version_is_the_same_everywhere(
     release: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A release is refused if CITATION.cff or the changelog states another version than
+    """A release is refused if CITATION.cff or the changelog states a different version than
     pyproject.toml.
     """
     assert release.check_versions(REPO) == "0.1.0"
@@ -49,8 +49,8 @@ def test_the_newest_release_fits_on_a_screen() -> None:
 
 
 def test_an_sdist_does_not_depend_on_machine_or_time(release: ModuleType, tmp_path: Path) -> None:
-    """An sdist does not depend on the order, times, owners or umask of the machine. Executable
-    files stay executable.
+    """An sdist does not depend on the machine's file order, timestamps, file owners or umask.
+    Executable files stay executable.
     """
     digests = set()
     for run, (names, mtime, uid, extra) in enumerate(
@@ -75,7 +75,7 @@ def test_an_sdist_does_not_depend_on_machine_or_time(release: ModuleType, tmp_pa
 
 
 def test_dependencies_include_those_of_extras(release: ModuleType) -> None:
-    """The list of dependencies contains direct and indirect ones and those of user extras, but no
+    """The list of dependencies includes indirect ones and those of extras for users, but no
     developer tools.
     """
     found = release.dependencies("vllm-worlds", release.EXTRAS)
@@ -84,8 +84,8 @@ def test_dependencies_include_those_of_extras(release: ModuleType) -> None:
 
 
 def test_libraries_inside_of_wheels_are_listed(release: ModuleType) -> None:
-    """Libraries inside wheels are listed, because the metadata do not name their licences, such as
-    that of x264 in PyAV.
+    """Libraries that are bundled in wheels, such as x264 in PyAV, are listed, because the wheels'
+    metadata does not state their licences.
     """
     found = release.bundled_libraries(["av", "msgspec", "numpy", "not-installed"])
     assert {"libx264", "libavcodec"} <= set(found["av"])
@@ -96,8 +96,8 @@ def test_libraries_inside_of_wheels_are_listed(release: ModuleType) -> None:
 
 
 def test_licences_that_a_person_should_read_come_first(release: ModuleType) -> None:
-    """Licences that a person should read come first. If a package's licence is a whole text, it is
-    cut to fit a table cell.
+    """Licences that a person should read come first. If a package's metadata contains the full
+    licence text, the text is truncated to fit a table cell.
     """
     texts = {"a": "MIT License\n\nPermission is hereby", "b": "LGPL-2.1-only", "c": "UNKNOWN"}
     packages = [
@@ -124,7 +124,7 @@ def test_two_builds_of_a_commit_have_the_same_bytes(
 ) -> None:
     """Two builds of a commit yield the same wheel and sdist, even with another umask and hash seed.
 
-    The wheel contains the files that the package reads, and no tests or tools.
+    The wheel contains the data files that the package reads, and no tests or tools.
     """
     pytest.importorskip("build", reason="needs the extra `release`")
     if not (REPO / ".git").exists():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error in a server's response, as the package's own clients read it."""
+"""How the package's own clients read the error in a server's response."""
 
 import json
 from typing import Any

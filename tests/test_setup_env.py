@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`scripts/setup_env.py` decides which packages it installs. A fake replaces pip."""
+"""The choice of packages that `scripts/setup_env.py` installs. A fake replaces pip."""
 
 import subprocess
 import sys
@@ -39,17 +39,17 @@ def _linux_x86_64(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_pips_own_index_comes_first(setup_env: ModuleType) -> None:
-    """pip's configured index is used first and suffices if it has a CPU build. An installed CUDA
-    build is replaced.
+    """The index that pip is configured with is tried first and suffices if it has a CPU build of
+    torch. An installed CUDA build is replaced.
     """
     assert setup_env.install_cpu_torch(pip := FakePip(True), "2.13.0", MIRROR) == []
     assert pip.calls == [["torch==2.13.0+cpu"]]
 
 
 def test_then_the_index_of_cpu_builds_which_later_packages_use_too(setup_env: ModuleType) -> None:
-    """Without a CPU build in pip's configured index, the index of CPU builds is used.
+    """If pip's configured index has no CPU build, PyTorch's index of CPU builds is used.
 
-    torchvision is then installed from the same index, built for the same torch.
+    torchvision is then installed from the same index, as a build for the same torch.
     """
     assert setup_env.install_cpu_torch(pip := FakePip(False, True), None, MIRROR) == [
         "--extra-index-url",
@@ -60,8 +60,8 @@ def test_then_the_index_of_cpu_builds_which_later_packages_use_too(setup_env: Mo
 
 
 def test_no_cuda_build_is_ever_requested_for(setup_env: ModuleType) -> None:
-    """A CUDA build is never installed. Without a CPU build, set-up stops and names the variable to
-    set.
+    """A CUDA build is never installed. If no CPU build is found, setup stops, and the error names
+    the variable to set.
     """
     pip = FakePip(False, False)
     with pytest.raises(
@@ -97,8 +97,8 @@ def test_the_installed_torch_is_the_one_set_up_here(setup_env: ModuleType) -> No
 def test_the_stamp_changes_with_whatever_decides_the_installation(
     setup_env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A repeated run does nothing unless the device or a file that determines the installation has
-    changed.
+    """A repeated run installs nothing unless the device or a file that determines the installation
+    has changed.
     """
     for name in setup_env.STAMPED_FILES:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -166,8 +166,8 @@ def test_missing_python_is_explained_by_make(tmp_path: Path) -> None:
 
 
 def test_a_other_package_of_this_name_stops_set_up(setup_env: ModuleType, tmp_path: Path) -> None:
-    """Set-up stops before it installs anything if the environment's Python contains the public
-    package.
+    """Setup stops before it installs anything if the other project's package is installed in the
+    environment's Python.
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     setup_env.check_name(tmp_path / "venv")

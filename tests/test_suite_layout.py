@@ -10,7 +10,7 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 SHARED = {TESTS, TESTS / "helpers"}
 VIRTUAL_TIME = "import run_in_virtual_time"
-"""Import of files that use a virtual clock, so their sleeps take no time."""
+"""Import that identifies files with a virtual clock, in which sleeps take no time."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,7 @@ def info(path: Path) -> Facts:
 
 
 def is_bare_sleep(call: ast.Call) -> bool:
-    """Return whether a call sleeps for a constant other than 0, which may be part of an
-    expression.
-    """
+    """Return whether a call sleeps for a time that contains a constant other than 0."""
     if (
         ast.unparse(call.func) not in ("time.sleep", "asyncio.sleep", "sleep")
         or len(call.args) != 1
@@ -56,16 +54,16 @@ def imported(path: Path) -> frozenset[str]:
 def test_names_of_test_files_and_helpers_are_unique() -> None:
     """Names of test files and helpers are unique.
 
-    pytest puts every folder on one path, so a second module with the same name would never be
-    imported.
+    pytest adds every folder to the same import path, so a second module with the same name would
+    never be imported.
     """
     names = Counter(path.name for path in TESTS.rglob("*.py") if path.name != "conftest.py")
     assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_no_one_imports_a_conftest() -> None:
-    """No file imports a conftest, because there are several and the result would depend on the
-    order of the folders.
+    """No file imports `conftest`. There are several modules of this name, so the imported one would
+    depend on the order of the folders.
     """
     assert [
         str(path.relative_to(TESTS)) for path in TESTS.rglob("*.py") if "conftest" in imported(path)
@@ -88,7 +86,8 @@ def test_what_several_folders_import_is_in_helpers() -> None:
 
 
 def test_waits_are_in_one_unit() -> None:
-    """Tests contain no bare sleeps, which are too short on a slow machine and too long on others.
+    """Tests contain no bare sleeps, which are too short on slow machines and longer than necessary
+    on others.
 
     Use tests/helpers/waits.py instead.
     """
@@ -100,10 +99,11 @@ def test_waits_are_in_one_unit() -> None:
 
 
 def test_parallel_runs_keep_files_whole() -> None:
-    """Parallel runs assign whole files to processes, because otherwise each process starts the
-    engines of every file.
+    """Parallel runs assign whole test files to processes, because otherwise every process would
+    start the engines of every file.
 
-    pytest-xdist splits files by default and, with pytest 9.2, also its groups.
+    By default, pytest-xdist distributes the tests of one file over several processes; with pytest
+    9.2, it does the same to xdist groups.
     """
     runs = [line for line in (TESTS.parent / "Makefile").read_text().splitlines() if " -n " in line]
     parallel = [line for line in runs if "-m pytest" in line]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors are written and read at positions of a file, for every layout, dtype and device."""
+"""Tensors of every layout, dtype and device are written to and read from given positions in a
+file.
+"""
 
 import os
 from collections.abc import Iterator
@@ -18,8 +20,8 @@ DEVICES = ["cpu", "cpu, staged", pytest.param("cuda", marks=[pytest.mark.cuda, N
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The device of the tensors. With `staged`, tensors in host memory are copied like those in
-    device memory.
+    """The device of the tensors. With `staged`, tensors in host memory are copied through a staging
+    buffer, like tensors in device memory.
     """
     name, _, staged = request.param.partition(", ")
     if staged:
@@ -56,7 +58,8 @@ def layouts(device: str) -> dict[str, torch.Tensor]:
 def test_every_layout_comes_back(descriptor: int, device: str, gap: int) -> None:
     """A tensor of every layout is written in its logical order and read back.
 
-    Tensors are read into memory of the same layout, with and without gaps between them.
+    The file positions of the tensors are tested with and without gaps between them, and tensors are
+    read into memory of the same layout.
     """
     tensors, positions, position = layouts(device), {}, 10
     for name, tensor in tensors.items():
@@ -74,7 +77,9 @@ def test_every_layout_comes_back(descriptor: int, device: str, gap: int) -> None
 
 
 def test_rows_of_a_larger_tensor_are_filled_in_place(descriptor: int, device: str) -> None:
-    """Frames are read directly into their slots of a window, and other slots do not change."""
+    """Frames are read directly into their slots of a window tensor, and other slots do not
+    change.
+    """
     frames = torch.arange(4 * 2 * 3 * 5, dtype=torch.int32, device=device).view(4, 2, 3, 5)
     write_at(descriptor, [(0, frames)])
     window = torch.full((4, 2, 9, 5), -1, dtype=torch.int32, device=device)
@@ -86,8 +91,8 @@ def test_rows_of_a_larger_tensor_are_filled_in_place(descriptor: int, device: st
 def test_more_parts_and_bytes_than_one_call_takes(
     descriptor: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A transfer may have more segments than a system call accepts, and more bytes than the staging
-    buffer.
+    """A transfer may have more segments than one system call accepts, and more bytes than the
+    staging buffer can hold.
     """
     monkeypatch.setattr(file_io, "_STAGING_BYTES", 100)
     rows = torch.arange(1500 * 2 * 4 * 2, dtype=torch.int16, device=device).view(1500, 2, 4, 2)[
@@ -102,8 +107,8 @@ def test_more_parts_and_bytes_than_one_call_takes(
 def test_calls_that_move_less_than_requested_are_repeated(
     descriptor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A system call that transfers fewer bytes than requested is repeated, because the kernel may
-    stop anywhere.
+    """If a system call transfers fewer bytes than requested, it is repeated for the rest, because
+    the kernel may stop at any byte.
     """
     write, read = os.pwritev, os.preadv
     monkeypatch.setattr(os, "pwritev", lambda fd, arrays, at: write(fd, [arrays[0][:7]], at))
@@ -116,7 +121,9 @@ def test_calls_that_move_less_than_requested_are_repeated(
 
 
 def test_a_file_that_ends_too_early_is_an_error(descriptor: int) -> None:
-    """A file that ends too early is an error, so a tensor is never left half filled silently."""
+    """Reading a file that ends too early raises an error, so a tensor is never silently left
+    half-filled.
+    """
     write_at(descriptor, [(0, torch.arange(4))])
     with pytest.raises(EOFError):
         read_at(descriptor, [(8, torch.zeros(4, dtype=torch.int64))])
@@ -125,10 +132,10 @@ def test_a_file_that_ends_too_early_is_an_error(descriptor: int) -> None:
 def test_tensors_in_any_order_and_in_small_parts_are_staged_in_any_number_of_loads(
     descriptor: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tensors are staged in any order and in any number of loads. Staging buffers have sizes from
-    one byte upwards.
+    """Tensors can be staged in any order and in any number of loads, with staging buffers from one
+    byte upwards.
 
-    Loads end within tensors, and transposed tensors are read in between.
+    In this test, loads end in the middle of tensors, and transposed tensors are read in between.
     """
     tensors = list(layouts(device).values())
     ends = [sum(tensor.nbytes for tensor in tensors[:number]) for number in range(len(tensors))]
@@ -147,8 +154,8 @@ def test_tensors_in_any_order_and_in_small_parts_are_staged_in_any_number_of_loa
 def test_an_error_on_the_way_of_device_memory_is_raised(
     descriptor: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error in the transfer of device memory is raised, also for the last of several writes and
-    for a file that is too short.
+    """An error during a transfer of device memory is raised, even for the last of several writes
+    and for a file that is too short.
     """
     monkeypatch.setattr(file_io, "_STAGING_BYTES", 64)
     values = torch.arange(100, dtype=torch.int64, device=device)

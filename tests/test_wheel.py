@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.nightly, pytest.mark.engine]
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python of a new environment in which the wheel is installed.
 
-    Its other packages are links to those of this environment, so that nothing is downloaded twice.
-    As after a normal installation, vLLM's CPU build does not have its second name yet.
+    All other packages are links to those of this environment, so that nothing is downloaded again.
+    As after a normal installation, vLLM's CPU build is not yet registered under its second name.
     """
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -68,7 +68,7 @@ def test_both_commands_start(python: Path, tmp_path: Path) -> None:
 
 
 def test_the_demo_walks(python: Path, tmp_path: Path) -> None:
-    """The demo of the wheel repairs the installation and writes its video, and its server runs the
+    """The demo in the wheel repairs the installation and writes its video, and its server runs the
     wheel's code.
     """
     [packages] = python.parents[1].glob("lib/python*/site-packages")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--worker-cls`: a worker that does not fit the model is refused at start.
 
-The error has one line and names the worker that fits.
+The one-line error names the worker that fits.
 """
 
 import importlib
@@ -59,8 +59,8 @@ def test_a_language_model_refuses_workers_of_diffusion_models(
 
 @pytest.mark.parametrize("worker_cls", [*DIFFUSION_PATHS, "my.Worker"])
 def test_a_world_takes_its_worker_and_a_users_own(null_world: Path, worker_cls: str) -> None:
-    """A world model accepts its worker under each of the worker's paths, and the config hook sets
-    the other arguments.
+    """A world model accepts its worker under each import path of the worker, and the config hook
+    sets the other arguments.
 
     A user's own worker class is not checked.
     """
@@ -73,10 +73,10 @@ def test_a_world_takes_its_worker_and_a_users_own(null_world: Path, worker_cls: 
 def test_the_worker_of_language_models_brings_its_scheduler(
     tiny_language_model: Path, worker_cls: str
 ) -> None:
-    """The worker of language models selects our scheduler, because without it requests for hidden
-    states return only text.
+    """The worker of language models selects this package's scheduler, because without it, requests
+    for hidden states would return only text.
 
-    Starts with another worker use vLLM's scheduler.
+    With any other worker, the engine uses vLLM's scheduler.
     """
     assert (
         configure(tiny_language_model, worker_cls).scheduler_config.scheduler_cls
@@ -88,8 +88,8 @@ def test_the_worker_of_language_models_brings_its_scheduler(
 def test_the_worker_of_every_checkpoint_is_accepted_for_a_pipeline_without_worker(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """One command serves every checkpoint that this package writes: the worker is also accepted for
-    a pipeline without one.
+    """The same command serves every checkpoint that this package writes, because `--worker-cls` is
+    accepted even for a pipeline that runs without a worker.
     """
     from vllm_omni.entrypoints.cli.checkpoints.make_tiny import write_tiny
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The action modality: controls of a model (`ActionSpace`) and of one request (`ActionFrame`).
+"""The action modality: the controls of a model (`ActionSpace`) and their values in one latent frame
+(`ActionFrame`).
 
 A model family declares its controls in `ModelFamily.action_space`. Endpoints, the web page,
 environments and the model read all properties of the controls from this declaration, for example
 which buttons exist and whether a session has a prompt and a start image. A request carries one
 entry per latent frame in
 `DiffusionParams.actions`, or dense arrays in the tensors `buttons`, `axes` and `scroll` (offline:
-`multi_modal_data={"actions": {...}}`). `read_actions` converts both to `ActionFrames`.
+`multi_modal_data={"actions": {...}}`). `read_actions` converts either form to `ActionFrames`.
 """
 
 import math
@@ -26,7 +27,7 @@ MAX_ENTRIES: Final = 64
 """Maximum number of entries in the `actions` of one request."""
 ACTION_TENSORS: Final = ("buttons", "axes", "scroll")
 MAX_IMAGES: Final = 16
-"""Maximum number of named images of a session."""
+"""Maximum number of named images per session."""
 _IMAGES: Final = "images."
 MAX_HELD: Final = 256
 """Maximum number of buttons held in one frame: the number of virtual-key codes of a keyboard."""
@@ -62,9 +63,9 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     unit: str
     """Unit of the axis's values."""
     kind: Literal["rate", "motion"] = "rate"
-    """How frames read the axis. A `rate` axis has a value that applies to every frame until it
-    changes, like the position of a stick. A `motion` axis accumulates movement until a frame
-    consumes it, like a mouse."""
+    """How the value of the axis applies to frames. The value of a `rate` axis applies to every
+    frame until it changes, like the position of a joystick. A `motion` axis accumulates movement
+    until a frame consumes it, like a mouse."""
     low: float = -_LARGEST
     """Smallest value of the axis that one frame may carry, in `unit`."""
     high: float = _LARGEST
@@ -78,7 +79,7 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class NamedImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An image that a session takes in addition to its start image."""
+    """An image that a session accepts in addition to its start image."""
 
     name: Name
     """Name of the image in requests: letters, digits and underscores."""
@@ -97,15 +98,15 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The controls and inputs of a served model."""
 
     buttons: tuple[Button, ...] = ()
-    """Buttons, in the order of the columns of dense arrays."""
+    """Buttons, in the column order of dense arrays."""
     axes: tuple[Axis, ...] = ()
-    """Axes, in the order of the columns of dense arrays."""
+    """Axes, in the column order of dense arrays."""
     scroll: bool = False
-    """Whether the model uses the scroll wheel, as -1, 0 or 1 per frame."""
+    """Whether the model uses the scroll wheel. Its value in a frame is -1, 0 or 1."""
     exclusive: bool = False
     """Whether at most one button may be held in each frame."""
     pose: bool = False
-    """Whether camera poses may steer the model instead of buttons."""
+    """Whether requests may control the camera with poses instead of buttons."""
     prompt: Use = "required"
     """Whether the first request of a session needs a prompt; `none` means the model does not take
     prompts."""
@@ -140,7 +141,7 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Return the button for a camera key (`CAMERA_KEYS`).
 
         A button whose name is the key takes precedence over a button to which the web page maps the
-        key. The result is None if there is neither.
+        key. The result is None if neither button exists.
         """
         code, found = f"Key{key.upper()}", None
         for button in self.buttons:
@@ -153,7 +154,7 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def describe(self) -> str:
         """Describe the actions in one line, for error messages.
 
-        The description lists at most `_MOST_LISTED` buttons and as many axes.
+        The description lists at most `_MOST_LISTED` buttons and at most `_MOST_LISTED` axes.
         """
         pressed = (
             sorted(self.buttons, key=_habit) if len(self.buttons) > _MOST_LISTED else self.buttons
@@ -190,7 +191,7 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 _MOST_LISTED: Final = 36
-"""Maximum number of button names, and of axis names, in an error message.
+"""Maximum number of button names in an error message, and maximum number of axis names.
 
 The limit is large enough for the letters, space, mouse buttons, arrow keys, shift and control.
 """
@@ -232,7 +233,7 @@ CAMERA_SPACE: Final = ActionSpace(
     ),
     pose=True,
 )
-"""Controls of a free camera: eight keys, or poses."""
+"""Controls of a free camera: eight keys, or camera poses."""
 
 
 class ActionFrame(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -248,7 +249,7 @@ class ActionFrame(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 
 ActionEntry = list[Name] | ActionFrame
 """Controls of one frame. A list of names stands for a frame in which exactly the named buttons are
-held and nothing else is used.
+held and no other control is used.
 """
 
 
@@ -351,7 +352,7 @@ def check_frame(
         space: Controls of the model.
         frame: Controls to check.
         where: Name of the frame in error messages.
-        summed: Whether the values of `motion` axes are partial sums. Partial sums may exceed the
+        summed: Whether the values of `motion` axes are accumulated movement, which may exceed the
             range of the axis.
 
     Raises:

@@ -6,7 +6,7 @@ The package supports the last two minor versions of vLLM: `MIN_VLLM` inclusive t
 exclusive, as in pyproject.toml. Code that would otherwise check the version of vLLM, or whether an
 attribute exists, belongs in this module; no other module makes such checks. Code that works with
 both versions needs no entry, for example a method that only the newer version calls, or a parameter
-with a default that only the newer version passes. docs/architecture/compatibility.md lists this
+with a default that only the newer version passes. docs/architecture/compatibility.md lists such
 code and describes how the versions were tested. This module does not modify vLLM.
 """
 
@@ -53,7 +53,7 @@ def set_profiler_kwargs(profiler: Any, profiler_kwargs: dict[str, Any] | None) -
 
     Args:
         profiler: vLLM's worker profiler.
-        profiler_kwargs: Arguments of the session, if any.
+        profiler_kwargs: Arguments of the profiling session, if any.
 
     Raises:
         RuntimeError: Arguments are given, but the installed version of vLLM does not support them.

@@ -2,8 +2,8 @@
 """`OmniConfig`: the options of `--additional-config '{"omni": {...}}'`.
 
 The options are parsed once per process and never change afterwards. An unknown key or a value out
-of range raises an error that lists the allowed values and similar names. Options of a single model
-are given under `omni.model` and are parsed by a frozen dataclass of that model.
+of range raises an error that lists the allowed values and similar names. Model-specific options are
+given under `omni.model` and are parsed by the model's own frozen dataclass.
 """
 
 import re
@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 DEFAULT_HEIGHT, DEFAULT_WIDTH = 480, 832
-"""Height and width of a video in pixels that are used if neither the user, the world description
-nor the model specifies a size."""
+"""Height and width of a video in pixels, used if no size is specified by the user, the world
+description or the model."""
 SERVER_NAME = r"^[A-Za-z0-9-]{1,63}\Z"
-"""Pattern of a server name: the rules for host names, so that a server name needs no quoting in
-URLs and ids."""
+"""Pattern that a server name must match. Server names follow the rules for host names, so they need
+no quoting in URLs and ids."""
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Degradation = Literal["fewer_steps", "tiny_vae"]
 T = TypeVar("T", bound=msgspec.Struct)
@@ -37,32 +37,33 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     max_sessions: Positive = 8
     """Maximum number of live sessions per engine. Further sessions are refused with `capacity`."""
     max_session_bytes: Positive | None = None
-    """Maximum memory of all sessions together, in bytes. Default: the device memory that is free
-    after the model has been loaded.
+    """Maximum total memory of all sessions, in bytes. Default: the device memory that is free after
+    the model has been loaded.
     """
     kv_growth: bool = False
-    """Allocate the K/V window of a session as it fills, and count only the allocated memory. More
-    sessions fit as long as some of them are short. If no memory is left when a window must grow,
-    the session continues with its current window, and its results report the degradation
-    `short_window` (docs/how_to/serving.md). If false, every session counts as a full window from
-    the start. Requires a single pipeline stage and a model whose sessions can choose their window.
+    """Allocate the K/V window of a session gradually as the window fills, and count only the
+    allocated memory against the limits. More sessions then fit into memory as long as some of them
+    are short. If no memory is left when a window must grow, the session continues with its current
+    window, and its results report the degradation `short_window` (docs/how_to/serving.md). If
+    false, every session counts as a full window from the start. Requires a single pipeline stage
+    and a model whose sessions can choose their window.
     """
     session_idle_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
     """Seconds without a request after which a session may be closed to make room for another."""
     suspend_idle_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] | None = None
     """Seconds without a request after which a session may be suspended to host memory if another
-    session needs its memory on the device. A suspended session moves back before its next chunk, so
-    `max_sessions` may exceed the number of sessions that fit on the device. Requires a single rank.
-    Default: sessions stay on the device."""
+    session needs its memory on the device. A suspended session moves back to the device before its
+    next chunk, so `max_sessions` may exceed the number of sessions that fit on the device. Requires
+    a single rank. Default: sessions stay on the device."""
     max_suspended_bytes: Positive = 16 << 30
     """Maximum total size of all suspended sessions in host memory, in bytes. Only used with
     `suspend_idle_s`."""
     suspend_dir: str | None = None
     """Directory on a disk for suspended sessions that do not fit into `max_suspended_bytes`. The
-    sessions idle longest are written to disk first. A session on disk is loaded again before
-    its next chunk. The directory appears empty, because the files have no names; the files are
-    deleted when the process ends. Requires `suspend_idle_s`. Default: suspended sessions stay in
-    host memory.
+    sessions that have been idle longest are written to disk first. A session on disk is loaded
+    again before its next chunk. The directory appears empty because the files have no directory
+    entries. The operating system deletes the files when the process ends. Requires
+    `suspend_idle_s`. Default: suspended sessions stay in host memory.
     """
     max_requests_per_step: Positive = 4
     """Maximum number of requests that run a denoise step in one engine step."""
@@ -122,10 +123,10 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Directory in which every session of the realtime endpoints is recorded.
     `vllm-omni replay` replays the recordings. Default: sessions are not recorded."""
     rank_timeout_s: Annotated[float, msgspec.Meta(ge=2, le=3600)] | None = 6.0
-    """Time in seconds after which an engine is reported dead and all its processes exit because one
-    of its processes is stopped or one of its ranks is silent. Detects a stopped process (SIGSTOP)
-    and, with several ranks, a rank that was killed or lost its network connection. If none, only
-    vLLM's own timeouts apply.
+    """Time in seconds for which a process of an engine may be stopped, or a rank silent, before the
+    engine is reported dead and all its processes exit. Detects a stopped process (SIGSTOP) and,
+    with several ranks, a rank that was killed or lost its network connection. If null, only vLLM's
+    own timeouts apply.
     """
     drain_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 25.0
     """Maximum time in seconds that a server spends on finishing the chunks in flight after SIGTERM.
@@ -147,21 +148,21 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     (docs/how_to/fleet.md). Requires `server_name` and the environment variable
     `VLLM_OMNI_OPERATOR_KEY`. Default: sessions do not move."""
     snapshot_period_s: Annotated[float, msgspec.Meta(ge=0.1, le=86_400)] | None = None
-    """Interval in seconds between periodic snapshots of each session that has changed. A server
-    that restarts after a crash restores its sessions from these snapshots. The interval grows if
-    snapshots would take more than 1.5 % of the engine's time. Requires `drain_snapshot_dir`.
-    Default: sessions are saved only at shutdown.
+    """Interval in seconds at which each session that has changed is saved to a periodic snapshot. A
+    server that restarts after a crash restores its sessions from these snapshots. The interval
+    grows if snapshots would take more than 1.5 % of the engine's time. Requires
+    `drain_snapshot_dir`. Default: sessions are saved only at shutdown.
     """
     dequantize: bool = False
-    """Convert quantized weights to `--dtype` while they are loaded. Use it for a quantization
-    format in which the device cannot compute (docs/how_to/quantization.md)."""
+    """Convert quantized weights to `--dtype` while they are loaded. Use this option for a
+    quantization format that the device does not support (docs/how_to/quantization.md)."""
     max_hidden_states_bytes: Positive = 256 << 20
     """Maximum size, in bytes, of the hidden states that a single request to a language model may
     return."""
     hidden_state_layers: tuple[Annotated[int, msgspec.Meta(ge=0, le=1024)], ...] = ()
     """Layers whose hidden states clients may request, in addition to the last one."""
     model: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Options of the model; see the options of each model family."""
+    """Model-specific options. Each model family defines its own."""
 
     def __post_init__(self) -> None:
         if self.scheduling == "fifo" and (self.target_fps is not None or self.degradations):
@@ -184,8 +185,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def partition(self) -> tuple[int, ...]:
-        """Number of layers of each stage at load time. The tuple is empty if the user gives no
-        numbers; layers are then distributed as evenly as possible."""
+        """Number of layers in each stage at load time. The tuple is empty if `pipeline_partition`
+        contains no numbers; layers are then distributed as evenly as possible."""
         return self.pipeline_partition if isinstance(self.pipeline_partition, tuple) else ()
 
     @property
@@ -193,7 +194,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """The option, as a user would write it, that starts a session's next chunk before the
         current chunk has finished.
 
-        None if no option does so.
+        None if no option starts the next chunk early.
         """
         if self.pipeline == "temporal":
             return "pipeline 'temporal'"
@@ -253,13 +254,13 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> "OmniConfig":
-        """Parse `additional_config["omni"]`. If the key is missing, all options have their
+        """Parse `additional_config["omni"]`. If the key `omni` is missing, all options have their
         defaults.
 
         Args:
             additional_config: vLLM's option `--additional-config`: a mapping or None. vLLM passes
                 it to the runner, the model and the scheduler separately. The parsed options are
-                cached, so all three share one object per process.
+                cached, so the runner, the model and the scheduler share one object per process.
 
         Raises:
             ValueError: An option is unknown or out of range. The message names the option and the
@@ -268,7 +269,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         omni = additional_config.get("omni", {}) if isinstance(additional_config, Mapping) else {}
         try:
             key = msgspec.msgpack.encode(omni, order="deterministic")
-        except (TypeError, ValueError):  # invalid for every option: the parser's error names it
+        except (TypeError, ValueError):  # no option accepts this type: the parser's error names it
             return parse_options(cls, omni, "additional_config['omni']")
         if key not in _PARSED:
             copy = msgspec.msgpack.decode(key)  # because the caller may modify its own object later
@@ -277,7 +278,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 _PARSED: dict[bytes, OmniConfig] = {}
-"""Parsed options of the engines in this process. The keys are the options encoded as
+"""Cache of the parsed options in this process. The keys are the unparsed options, encoded as
 MessagePack."""
 
 
@@ -287,7 +288,7 @@ def parse_options(cls: type[T], options: Mapping[str, Any], where: str) -> T:
     Args:
         cls: Struct type that declares the options.
         options: Values by option name.
-        where: Where the options come from, for error messages.
+        where: Source of the options, which is named in error messages.
 
     Raises:
         ValueError: An option is invalid. The message contains the rejected value, the allowed
@@ -310,8 +311,8 @@ def _near_names(names: list[str], error: str) -> str:
 
 
 def _named_values(cls: type[msgspec.Struct], error: str) -> str:
-    """Return a suffix that lists the allowed names of the rejected field, or "" if names do not
-    apply."""
+    """Return a suffix that lists the allowed values of the rejected field, or "" if the field is
+    not restricted to named values."""
     position = re.search(r"`\$\.(\w+)(\[\d+\])?`\Z", error)
     field = next(
         (field for field in msgspec.structs.fields(cls) if position and field.name == position[1]),

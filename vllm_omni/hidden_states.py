@@ -3,10 +3,10 @@
 
 A client requests hidden states in `SamplingParams.extra_args` (`HiddenStatesRequest.to_extra_args`)
 and reads them from vLLM's `RequestOutput` (`hidden_states_of`), both offline and when streaming.
-Hidden states are transported in `CompletionOutput.sampling_mask`, because this is the only field of
-vLLM with data per generated token that vLLM collects, merges for a slow reader, and truncates at a
-stop string together with the tokens. Only `encode_hidden_states` and `_decode` depend on the format
-of an entry. The scheduler and the worker for hidden states are in other modules.
+Hidden states are transported in `CompletionOutput.sampling_mask`, because this is the only
+per-token field that vLLM collects, merges for slow readers, and truncates at a stop string together
+with the tokens. Only `encode_hidden_states` and `_decode` depend on the format of an entry. The
+scheduler and the worker for hidden states are in other modules.
 """
 
 import json
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 EXTRA_ARGS_KEY: Final = "omni"
 FINAL: Final = -1
-"""Index of the last layer. The hidden states of the last layer are the input of the model's output
-head, after the final norm."""
+"""Index of the last layer. The hidden states of the last layer are taken after the final norm and
+are the input to the model's output head."""
 
 _ERROR_PREFIX: Final = "hidden_states: "
 _MAGIC: Final = b"VOHS"
@@ -65,8 +65,9 @@ class HiddenStatesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
         """Parse the request for hidden states in `SamplingParams.extra_args`.
 
         Args:
-            extra_args: `SamplingParams.extra_args`. The request in it may also be a JSON string,
-                because `vllm_xargs` of the HTTP API does not support nested objects.
+            extra_args: `SamplingParams.extra_args`. The request for hidden states in `extra_args`
+                may also be a JSON string, because `vllm_xargs` of the HTTP API does not support
+                nested objects.
 
         Returns:
             The request, or None if `extra_args` does not ask for hidden states.
@@ -176,7 +177,7 @@ def hidden_states_of(
         raise failed
     if completion.sampling_mask is None:
         return None
-    per_token: Any = completion.sampling_mask.token_ids  # these are ids if vLLM filled the field
+    per_token: Any = completion.sampling_mask.token_ids  # vLLM itself would store ids here
     states = [state for states in per_token for state in states]
     return _decode(states) if states else None
 

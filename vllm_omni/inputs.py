@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters and tensors of a diffusion request, and how stock vLLM transports them.
 
-Scalars and text are sent as JSON types in `PoolingParams.extra_kwargs["omni"]`. Tensors are sent as
-the bytes of an envelope in `extra_kwargs["omni_tensors"]`; vLLM cannot serialize a NumPy array
-there, and the engine would crash. `extra_kwargs` works with every entry point of vLLM:
-`LLM.encode`, `AsyncLLM.encode` and Ray. Clients, endpoints and examples build requests with this
-module, and the runner parses requests with it.
+Scalars and text are sent as JSON types in `PoolingParams.extra_kwargs["omni"]`. Tensors are packed
+into an envelope (`outputs.py`), which is sent as bytes in `extra_kwargs["omni_tensors"]`. vLLM
+cannot serialize a NumPy array in `extra_kwargs`, and the engine would crash. `extra_kwargs` works
+with every entry point of vLLM: `LLM.encode`, `AsyncLLM.encode` and Ray. Clients, endpoints and
+examples build requests with this module, and the runner parses requests with it.
 """
 
 import functools
@@ -61,8 +61,8 @@ class DiffusionParams(
     """All parameters of a diffusion request except tensors.
 
     `negative_prompt`, `num_frames`, `num_inference_steps`, `guidance_scale`, `num_images` and `fps`
-    are for image and video models; their defaults are the model's values. A model refuses
-    parameters that it does not use (`refuse_unused`).
+    are for image and video models; the model determines their defaults. A model refuses parameters
+    that it does not use (`refuse_unused`).
     """
 
     session_id: SessionId
@@ -77,7 +77,7 @@ class DiffusionParams(
     the session's prompt, starting with that chunk.
     """
     seed: Seed | None = None
-    """Seed of the noise."""
+    """Random seed for the noise."""
     height: Pixels | None = None
     """Height of the frames in pixels. The value of the first chunk applies to the whole session."""
     width: Pixels | None = None
@@ -144,7 +144,7 @@ class DiffusionParams(
     def to_pooling_params(
         self, tensors: Mapping[str, torch.Tensor] | None = None
     ) -> "PoolingParams":
-        """Return vLLM's `PoolingParams` with this request in them.
+        """Return a `PoolingParams` of vLLM that carries this request.
 
         Args:
             tensors: Input tensors on the CPU, by name. Their data is copied.
@@ -213,7 +213,7 @@ def refuse_unused(params: DiffusionParams, used: Collection[str]) -> None:
 
 
 def engine_prompt() -> Any:
-    """Return the prompt that every diffusion request has in vLLM: one token for vLLM to schedule.
+    """Return the prompt of every diffusion request: a single token, because vLLM schedules tokens.
 
     The content of the request is in its pooling parameters.
     """
@@ -222,8 +222,8 @@ def engine_prompt() -> Any:
 
 @functools.cache
 def _stock() -> "tuple[type[PoolingParams], Callable[..., Any]]":
-    """Import the names of vLLM that are needed to build a request. The result is cached, because
-    even a repeated import takes a microsecond.
+    """Import the vLLM classes and functions that are needed to build a request. The result is
+    cached, because even a repeated import takes a microsecond.
     """
     from vllm.inputs import tokens_input
     from vllm.pooling_params import PoolingParams

@@ -40,16 +40,16 @@ from vllm.multimodal.processing import (
 from vllm_omni.actions import ACTION_TENSORS
 
 MODALITIES: Final = ("image", "video", "audio", "camera", "actions", "tensors")
-"""Keys of `multi_modal_data`. A request has at most one item of each. `tensors` is a mapping of all
-tensors of a model that belong to no other key."""
+"""Keys of `multi_modal_data`. A request has at most one item per key. `tensors` is a mapping of all
+the model's tensors that belong to no other key."""
 
 
 def rgb_image(image: Image.Image) -> Image.Image:
     """Convert an image to mode RGB as image viewers display it.
 
     The EXIF rotation is applied. Transparent areas are composited on white, as vLLM does for
-    language models; otherwise the colour that is hidden by transparency would become visible.
-    16-bit grey is scaled to 8 bits.
+    language models; otherwise the colours hidden in transparent areas would become visible. 16-bit
+    grey is scaled to 8 bits.
     """
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):  # because Pillow would clip 16-bit grey to 255
@@ -66,7 +66,7 @@ def rgb_image(image: Image.Image) -> Image.Image:
 
 
 class NamedTensors(ModalityDataItems[dict[str, torch.Tensor], dict[str, torch.Tensor]]):
-    """All tensors of one modality, as a single item of vLLM."""
+    """All tensors of one modality, which vLLM treats as a single item."""
 
     def get_count(self) -> int:
         return 1
@@ -117,11 +117,11 @@ class NamedTensorsInfo(BaseProcessingInfo):
     def get_mm_max_tokens_per_item(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> Mapping[str, int]:
-        return dict.fromkeys(mm_counts, 1)  # vLLM requires one, although an item has no tokens
+        return dict.fromkeys(mm_counts, 1)  # the minimum for vLLM; an item has no tokens
 
 
 class NoDummyInputs(BaseDummyInputsBuilder[NamedTensorsInfo]):
-    """Minimal dummy input, with which vLLM warms up processors."""
+    """Minimal dummy input with which vLLM warms up processors."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         return ""

@@ -50,7 +50,7 @@ class RequestFailed(Exception):
     Attributes:
         code: Short stable identifier for programs, for example `invalid_camera`, `capacity` or
             `non_finite`.
-        message: Explanation for people, which contains no path, address or traceback.
+        message: Human-readable explanation, which contains no path, address or traceback.
     """
 
     def __init__(self, code: str, message: str):
@@ -69,7 +69,7 @@ def empty_result(
     """Return an uninitialised CPU tensor that `pack` turns into an envelope without a copy.
 
     The storage of the tensor reserves space for the header in front of the data. `pack` takes over
-    the storage. The tensor must be the only tensor in the call of `pack`, and must not be used for
+    the storage. The tensor must be the only tensor in the call to `pack` and must not be used for
     anything else.
 
     Args:
@@ -116,7 +116,7 @@ def pack(
     Args:
         meta: JSON-serialisable metadata.
         tensors: Tensors by name. If there are CUDA tensors, the envelope is allocated in
-            page-locked memory, and they are copied directly into it.
+            page-locked memory, and the CUDA tensors are copied directly into it.
 
     Raises:
         TypeError: A tensor has a dtype that envelopes do not support.
@@ -189,7 +189,9 @@ def _header(meta: Mapping[str, Any], entries: list[list[Any]]) -> bytes:
 
 
 def pack_error(code: str, message: str) -> torch.Tensor:
-    """Pack a failure. `unpack` raises it as `RequestFailed(code, message)`."""
+    """Pack an error into an envelope. `unpack` raises the error as
+    `RequestFailed(code, message)`.
+    """
     return pack({"error": {"code": code, "message": message}})
 
 
@@ -197,14 +199,14 @@ def opaque(envelope: torch.Tensor) -> torch.Tensor:
     """Return the bytes of an envelope as a tensor of a dtype that only `unpack` supports.
 
     No encoding of vLLM's `/pooling` endpoint supports this dtype, so the endpoint returns status
-    500. With a uint8 tensor, it would return the bytes of an error as data, with status 200. The
-    result must not be used in messages between processes that are pickled.
+    500. With a uint8 tensor, the endpoint would return the bytes of an error as data, with status
+    200. Do not put the result into an inter-process message that is pickled.
     """
     return envelope.view(torch.bits8)
 
 
 class _Payload(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Entry of one tensor in the header of an envelope."""
+    """Entry for one tensor in the header of an envelope."""
 
     name: str
     """Name of the tensor."""
@@ -241,7 +243,7 @@ class _Header(msgspec.Struct):
     meta: dict[str, Any]
     """Metadata of the result."""
     tensors: list[_Payload]
-    """Entries of the tensors in the envelope."""
+    """Entries for the tensors in the envelope."""
 
 
 _decode_header = msgspec.json.Decoder(_Header).decode
@@ -262,7 +264,7 @@ def unpack(envelope: torch.Tensor) -> tuple[dict[str, Any], dict[str, torch.Tens
 
 
 def unpack_arrays(envelope: torch.Tensor) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Read an envelope into NumPy arrays. This is faster than `unpack`.
+    """Read an envelope into NumPy arrays, which is faster than `unpack`.
 
     Raises:
         RequestFailed: The envelope carries an error.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registration with vLLM: model classes, the checkpoint config parser and the config hooks.
 
-`register_with_vllm` only adds entries, is idempotent, and does not replace any code of vLLM.
+`register_with_vllm` only adds entries, is idempotent, and does not replace any vLLM code.
 tests/test_import_purity.py asserts the exact list of registries that it modifies.
 """
 
@@ -68,18 +68,20 @@ logger = logging.getLogger("vllm." + __name__)
 
 IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Full name of vLLM's in-process executor. The short name `uni` cannot be used, because vLLM
-replaces it by `mp` on a CPU."""
+replaces it with `mp` on a CPU."""
 ONLINE_METHOD = "fp8_per_channel"
-"""Method that `--quantization fp8` selects for a checkpoint that is not stored quantized."""
+"""Method that `--quantization fp8` selects for a checkpoint whose weights are not quantized."""
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
-"""vLLM's environment variable for the CPU cores of each rank."""
+"""vLLM's environment variable that assigns CPU cores to each rank."""
 SPIN_COUNT, SPINS = "GOMP_SPINCOUNT", "3000"
 """Environment variable of libgomp, and its value: how often a waiting thread spins before it
 sleeps. 3000 spins take 0.1 ms."""
 
 
 class OmniPipelineConfig(PreTrainedConfig):
-    """Hugging Face config of a pipeline checkpoint. The model family fills in its fields."""
+    """Hugging Face config of a pipeline checkpoint. The model family fills in the fields of the
+    config.
+    """
 
     model_type = ROOT_MODEL_TYPE
 
@@ -262,8 +264,8 @@ def choose_executor(parallel: "ParallelConfig", executor_cls: str) -> None:
 
 
 def apply_preset(vllm_config: "VllmConfig", family: ModelFamily, omni: OmniConfig) -> None:
-    """Set the precision of the preset, unless the user has set it, and log one line about the
-    preset.
+    """Set the precision that the preset specifies, unless the user has set a precision, and log one
+    line about the preset.
 
     Args:
         vllm_config: Configuration of the engine, which is updated in place.
@@ -298,8 +300,8 @@ def apply_preset(vllm_config: "VllmConfig", family: ModelFamily, omni: OmniConfi
 def resolve_quantization(model_config: "ModelConfig", omni: OmniConfig, *, cpu: bool) -> None:
     """Determine the quantization method of the transformer's layers.
 
-    For a checkpoint that is not stored quantized, `fp8` selects `fp8_per_channel`, because vLLM's
-    `fp8` names a stored format.
+    For a checkpoint whose weights are not quantized, `fp8` selects `fp8_per_channel`, because
+    vLLM's `fp8` is the name of a storage format.
 
     Args:
         model_config: Configuration of the model, which is updated in place.
@@ -343,7 +345,7 @@ def stay_in_process(parallel: "ParallelConfig") -> None:
 
     By default, vLLM would start a worker process and reserve a core for the engine process, which
     polls while it waits. On a machine with two cores, the reserved core is half of the machine.
-    `DiffusionCPUWorker` sets the number of threads.
+    The number of threads is set by `DiffusionCPUWorker`.
     """
     from vllm.platforms import current_platform  # the import probes for devices
 
@@ -391,7 +393,7 @@ def steps_one_at_a_time(vllm_config: "VllmConfig") -> bool:
 
 
 def register_with_vllm() -> None:
-    quiet_start()  # must precede vLLM's first read of the environment, which follows this call
+    quiet_start()  # must run before vLLM first reads the environment, soon after this call
     wait_for_output_threads_at_exit()
     hint_at_exit()
     for architecture, qualname in ARCHITECTURES.items():

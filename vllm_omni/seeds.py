@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeds of all endpoints: an integer from 0 to 2**64 - 1, or -1 for a random seed.
+"""Random seeds as accepted by all endpoints: an integer from 0 to 2**64 - 1, or -1 for a random
+choice.
 
 The range includes unsigned 64-bit seeds, because ComfyUI generates them and `torch.Generator`
 accepts them. An endpoint that receives -1 generates a seed itself. The response and the recording
@@ -16,7 +17,7 @@ MAX_SEED: Final = 2**64 - 1
 RANDOM_SEED: Final = -1
 
 Seed = Annotated[int, msgspec.Meta(ge=0)]
-"""Seed in an engine request. The upper bound exceeds msgspec's int64, so `check_seed` checks it."""
+"""Seed in an engine request. `check_seed` checks the upper bound, which exceeds msgspec's int64."""
 RequestedSeed = Annotated[int, msgspec.Meta(ge=RANDOM_SEED)]
 """Seed in a client's request, where -1 requests a random seed. `check_seed` checks the upper
 bound."""
@@ -33,13 +34,13 @@ def check_seed(seed: int | None) -> None:
 
 
 def draw_seed() -> int:
-    """Return a random seed of 32 bits, because JavaScript can represent it exactly."""
+    """Return a random seed of 32 bits, which JavaScript can represent exactly."""
     return secrets.randbits(32)
 
 
 def chosen_seed(seed: int | None) -> int | None:
-    """Return the seed of a request, or a random seed if the request's seed is -1. None is returned
-    unchanged; it selects the model's default.
+    """Return the seed of a request, or a random seed if the request's seed is -1. None, which
+    selects the model's default, is returned unchanged.
     """
     return draw_seed() if seed == RANDOM_SEED else seed
 
@@ -50,7 +51,7 @@ def definite_seed(seed: int | None) -> int:
 
 
 def nth_seed(seed: int, number: int) -> int:
-    """Return the seed of result `number` of a request with several results. Seeds wrap around to
-    0.
+    """Return the seed for result number `number` of a request with several results. Seeds wrap
+    around to 0.
     """
     return (seed + number) % (MAX_SEED + 1)

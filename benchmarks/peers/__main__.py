@@ -6,7 +6,7 @@ python -m benchmarks.peers run sglang_best ours_bf16 --out DIR
 python -m benchmarks.peers table DIR
 
 README.md in this folder lists the parts of the comparison, what is replaced in each part, and how
-fair that is.
+fair the comparison is.
 """
 
 import argparse

@@ -90,7 +90,7 @@ PARTS = {
     "sglang_causal_wan": peer_part("causal_wan", "sglang", "causal_wan", 200),
 }
 BASELINES = {"lingbot_world": "ours_bf16", "causal_wan": "ours_causal_wan"}
-"""Part of each model to which the other parts are compared as a ratio."""
+"""Model -> its baseline part. The times of other parts are compared with the baseline as ratios."""
 OURS_TINY = {
     "lingbot_world.py": ("--tiny", "--height", "64", "--width", "96", "--eager", "--chunks", "8"),
     "streaming_wan.py": (

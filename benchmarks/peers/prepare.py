@@ -13,8 +13,8 @@ from benchmarks.peers.parts import PACKAGES
 
 REQUIREMENTS = Path(__file__).parent / "requirements"
 GLIBC_MINORS = (17, 24, 26, 27, 28, 31, 34, 35)
-"""Minor versions of glibc 2 for which wheels are accepted. All of them must be listed, because pip
-accepts only listed versions.
+"""Minor versions of glibc 2 for which wheels are accepted. Every version must be listed separately,
+because pip accepts only listed versions.
 """
 PLATFORMS = (
     *("linux_x86_64", "manylinux1_x86_64", "manylinux2014_x86_64"),
@@ -23,7 +23,8 @@ PLATFORMS = (
 
 
 def prepare(names: list[str], folder: Path, python_version: str) -> None:
-    """Put the wheels of `common` and of the named peers into `folder`, a Python path per name.
+    """Put the wheels of `common` and of the named peers into `folder`, with one Python path per
+    name.
 
     An existing path is left unchanged. Delete the path to prepare it again.
     """

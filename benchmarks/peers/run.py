@@ -89,14 +89,14 @@ class PartRunner:
             return [sys.executable, str(script), *options, "--out", str(scratch)], environment
         paths = (self.folder / name for name in (part.package, "common"))
         environment["PYTHONPATH"] = os.pathsep.join(str(path.resolve()) for path in paths)
-        if part.package in ("sglang", "telefuser"):  # vLLM's allocator excludes this one
+        if part.package in ("sglang", "telefuser"):  # vLLM's allocator does not allow it
             environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         command = [self.python or sys.executable, str(DRIVERS / part.script), *part.options]
         command += ["--result", str(scratch / "measured.json"), *(["--tiny"] * self.tiny)]
         return command, environment
 
     def document(self, name: str, part: Part, measured: dict[str, Any]) -> dict[str, Any]:
-        """Return the contents of a part's result file, in the form of the files in
+        """Return the contents of a part's result file, in the format of the files in
         `benchmarks/results`.
         """
         found = measured["result"]
@@ -138,7 +138,7 @@ def run_limited(command: list[str], environment: dict[str, str], log: Path, limi
 
 
 def result_of_ours(found: dict[str, Any]) -> dict[str, Any]:
-    """Return a result of this project's benchmarks in the form of the drivers' results."""
+    """Return a result of this project's benchmarks in the format of the drivers' results."""
     chunks_ms = found["chunk_interval_ms_all"]
     memory = (found.get("device_memory") or [{}])[0].get("torch_peak")
     return {

@@ -43,8 +43,8 @@ def load(folders: list[Path]) -> dict[str, list[dict[str, Any]]]:
 
 
 def gpu_of(document: dict[str, Any]) -> str:
-    """Return the name and the identity of the GPU, because two GPUs of the same model can differ in
-    speed.
+    """Return the name and the unique id of each GPU. The id is included because two GPUs of the
+    same model can differ in speed.
     """
     hardware = document["hardware"]
     gpus = zip(hardware["gpus"], hardware["gpu_ids"], strict=True)

@@ -3,8 +3,8 @@
 
     python3 deploy/haproxy/configure.py a=127.0.0.1:8001 b=127.0.0.1:8002 > /etc/haproxy/haproxy.cfg
 
-Each argument is the `omni.server_name` of a server and its address. The script uses only Python's
-standard library.
+Each argument consists of the `omni.server_name` of a server and the address of this server. The
+script uses only Python's standard library.
 """
 
 import argparse

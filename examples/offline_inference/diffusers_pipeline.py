@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate images or a video with a diffusers pipeline, offline, by one request to vLLM's `LLM`.
+"""Generate images or a video with a diffusers pipeline, offline, with one request to vLLM's `LLM`.
 
     vllm-omni make-tiny diffusers_pipeline my_pipeline --layout qwen_image
     python examples/offline_inference/diffusers_pipeline.py my_pipeline --prompt "A red fox" \\
@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> None:
     tensors = {}
     if args.image is not None:
         tensors["image"] = torch.from_numpy(np.array(rgb_image(Image.open(args.image))))
-    from vllm import LLM  # slow import, which `--help` should not need
+    from vllm import LLM  # imported late, because `--help` should not wait for it
 
     llm = LLM(
         model=str(args.model),
@@ -74,7 +74,7 @@ def main(args: argparse.Namespace) -> None:
         dtype=args.dtype,
         additional_config={"omni": {"model": args.model_options}},
     )
-    # Without this, vLLM warns at exit that the engine ended unexpectedly.
+    # Without this call, vLLM warns at exit that the engine ended unexpectedly.
     atexit.register(llm.llm_engine.engine_core.shutdown)
     (output,) = llm.encode(
         engine_prompt(), params.to_pooling_params(tensors), pooling_task="plugin", use_tqdm=False

@@ -85,7 +85,7 @@ def main(args: argparse.Namespace) -> None:
     # Memory for requests on a CPU, in GiB. By default, vLLM's CPU worker requires 92 % of the
     # memory to be free.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
-    from vllm import LLM  # slow import, which `--help` should not need
+    from vllm import LLM  # imported late, because `--help` should not wait for it
 
     llm = LLM(
         model=str(args.model),
@@ -94,7 +94,7 @@ def main(args: argparse.Namespace) -> None:
         tensor_parallel_size=args.tensor_parallel_size,
         additional_config={"omni": {"model": args.model_options}},
     )
-    # Without this, vLLM warns at exit that the engine ended unexpectedly.
+    # Without this call, vLLM warns at exit that the engine ended unexpectedly.
     atexit.register(llm.llm_engine.engine_core.shutdown)
     options: dict[str, Any] = {"task": task}
     if args.resolution:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate a video from an image and a camera path, offline, by one request per chunk.
+"""Generate a video from an image and a camera path, offline, with one request per chunk.
 
     vllm-omni make-tiny lingbot_world my_world
     python examples/offline_inference/lingbot_world.py my_world --image start.png \\
@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> None:
     # Memory for sessions on a CPU, in GiB. By default, vLLM's CPU worker requires 92 % of the
     # memory to be free.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
-    from vllm import LLM  # slow import, which `--help` should not need
+    from vllm import LLM  # imported late, because `--help` should not wait for it
 
     image = Image.open(args.image if args.image is not None else io.BytesIO(start_image()))
     omni = {"height": args.height, "width": args.width, "model": args.model_options}
@@ -89,7 +89,7 @@ def main(args: argparse.Namespace) -> None:
         enforce_eager=args.enforce_eager,
         additional_config={"omni": omni},
     )
-    # Without this, vLLM warns at exit that the engine ended unexpectedly.
+    # Without this call, vLLM warns at exit that the engine ended unexpectedly.
     atexit.register(llm.llm_engine.engine_core.shutdown)
     info = StreamInfo.from_vllm_config(llm.llm_engine.vllm_config, model=args.model.name)
     controls = walk(info, keys) if keys else path(info, args.camera, args.chunks)
@@ -157,7 +157,7 @@ def write_frames(out: Path, frames_THWC: np.ndarray, fps: float) -> None:
 
 Controls = Iterator[tuple[list[list[str]] | None, dict[str, torch.Tensor] | None]]
 """The controls of each chunk: either keys per latent frame or a camera with one pose per video
-frame. The unused one is None.
+frame. The element that is not used is None.
 """
 
 

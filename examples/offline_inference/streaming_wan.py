@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> None:
     # Memory for sessions on a CPU, in GiB. By default, vLLM's CPU worker requires 92 % of the
     # memory to be free.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
-    from vllm import LLM  # slow import, which `--help` should not need
+    from vllm import LLM  # imported late, because `--help` should not wait for it
 
     llm = LLM(
         model=str(args.model),
@@ -90,7 +90,7 @@ def main(args: argparse.Namespace) -> None:
             "omni": {"height": args.height, "width": args.width, "model": args.model_options}
         },
     )
-    # Without this, vLLM warns at exit that the engine ended unexpectedly.
+    # Without this call, vLLM warns at exit that the engine ended unexpectedly.
     atexit.register(llm.llm_engine.engine_core.shutdown)
     info = StreamInfo.from_vllm_config(llm.llm_engine.vllm_config, model=args.model.name)
     prompts = PromptSchedule(args.switch, info.fps)

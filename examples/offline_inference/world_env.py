@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step eight world models as gymnasium environments with random actions, then fork and replay one.
+"""Step eight world models as gymnasium environments with random actions, then fork one of them and
+replay it.
 
     vllm-omni make-world my_world
     python examples/offline_inference/world_env.py my_world \\

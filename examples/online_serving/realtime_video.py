@@ -153,8 +153,8 @@ def open_endpoint(args: argparse.Namespace, path: str) -> ClientConnection:
 
 
 def follow(args: argparse.Namespace, moved: Moved, console: Console) -> str:
-    """Change the address to the server that a session has moved to, and return the id of the
-    session.
+    """Change the address in `args` to that of the server that a session has moved to, and return
+    the id of the session.
 
     If the message contains no address, a proxy at the same address finds the server by its name.
     """
@@ -224,8 +224,8 @@ def generate(args: argparse.Namespace, console: Console) -> int:
 def chunks(
     stream: ClientConnection, count: int
 ) -> Iterator[tuple[dict[str, Any], bytes, dict[str, Any] | None]]:
-    """Yield frame messages as `(header, payload, None)`. The last one of a chunk has its statistics
-    instead of None.
+    """Yield frame messages as `(header, payload, None)`. For the last message of a chunk, the
+    statistics of the chunk replace None.
     """
     last: tuple[dict[str, Any], bytes] | None = None
     while count:
@@ -312,7 +312,7 @@ def video(args: argparse.Namespace, console: Console) -> int:
     with args.output.open("wb") as file:
         while True:
             with open_endpoint(args, VIDEO_PATH) as stream:
-                for first in (start, *waiting.values()):  # events without effect before a move
+                for first in (start, *waiting.values()):  # and events without effect before a move
                     stream.send(json.dumps(first))
                 try:
                     while (message := receive_json(stream))["type"] != "session.done":

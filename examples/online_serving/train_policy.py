@@ -6,7 +6,7 @@
     python examples/online_serving/train_policy.py --url http://127.0.0.1:8000
 
 The observations are latents, so the server need not decode them. The policy is linear and maps
-pooled latents to the probabilities of four keys. The reward of a step is the decrease of the
+pooled latents to the probabilities of four keys. The reward of a step is the decrease in the
 distance to the landmark in metres, computed from `infos["world_poses"]`. The policy is trained with
 REINFORCE, with the mean return as the baseline, and is then compared with random keys in new
 episodes. The script needs gymnasium but no GPU.
@@ -137,8 +137,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def train(env: WorldVectorEnv, args: argparse.Namespace) -> dict[str, Any]:
-    """Train a policy, and return how many metres closer it and random keys get to the landmark in
-    an episode.
+    """Train a policy, and return how many metres closer the policy and random keys each get to the
+    landmark in an episode.
     """
     size = features_of(env.reset(seed=args.seed)[0]).shape[1]
     policy, untrained = Policy(size, args.seed), Policy(size, args.seed + 1)

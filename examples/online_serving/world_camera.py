@@ -353,7 +353,7 @@ def rest_of(request: dict[str, Any], chunk: int, hello: dict[str, Any]) -> dict[
 
 
 def follow(args: argparse.Namespace, moved: dict[str, Any]) -> None:
-    """Change the address to the server that a session has moved to.
+    """Change the address in `args` to that of the server that a session has moved to.
 
     If the message contains no address, a proxy at the same address finds the server by its name.
     """

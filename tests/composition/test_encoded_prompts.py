@@ -24,8 +24,8 @@ IDS = [5, 9, 14, 3, 7, 11]
 def test_hidden_states_are_sent_from_one_engine_to_the_other(
     tiny_language_model: Path, null_world: Path
 ) -> None:
-    """The prompt embeddings equal the hidden states of transformers, and the diffusion request
-    receives them bit for bit.
+    """The AR engine's hidden states equal those of transformers, and the diffusion request receives
+    them bit for bit as prompt embeddings.
     """
     from transformers import AutoModel
 
@@ -63,8 +63,8 @@ def test_hidden_states_are_sent_from_one_engine_to_the_other(
 
 
 def test_names_and_mask_of_prompt_embeddings() -> None:
-    """`prefix` is prepended to the names of the tensors, for example for a negative prompt.
-    Dropping every token of a prompt is an error.
+    """`prefix` is prepended to the tensor names, for example to mark a negative prompt. Dropping
+    every token of a prompt is an error.
     """
     embeddings = torch.randn(3, 4)
     states = HiddenStates({FINAL: embeddings}, torch.arange(3), torch.arange(3))

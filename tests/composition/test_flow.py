@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The concurrent steps of one request: order of events, limits, failures and disconnects."""
+"""Concurrent steps of one request: event order, limits, failures and disconnects."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -16,8 +16,8 @@ async def read_all(flow: AsyncIterator[Any]) -> list[Any]:
 
 
 async def read_until(flow: AsyncIterator[Any], message: str) -> list[Any]:
-    """Read events slowly until the flow raises `ValueError(message)`; return the events read so
-    far.
+    """Read events slowly until the flow raises `ValueError(message)`; return the events read before
+    it.
     """
     seen: list[Any] = []
 
@@ -32,8 +32,8 @@ async def read_until(flow: AsyncIterator[Any], message: str) -> list[Any]:
 
 
 def test_events_arrive_in_order_and_steps_run_concurrently() -> None:
-    """Two steps that wait for each other both finish, and events arrive in the order of
-    emission.
+    """Two steps that wait for each other both finish, and events arrive in the order in which the
+    steps emit them.
     """
 
     async def scenario() -> list[Any]:
@@ -56,7 +56,7 @@ def test_events_arrive_in_order_and_steps_run_concurrently() -> None:
 
 
 def test_a_slow_reader_blocks_the_steps() -> None:
-    """Steps block once `max_pending` of their events are unread."""
+    """Steps block once the reader has `max_pending` unread events."""
 
     async def scenario() -> None:
         emitted = 0
@@ -78,8 +78,8 @@ def test_a_slow_reader_blocks_the_steps() -> None:
 
 
 def test_a_failed_step_ends_the_flow_after_its_events() -> None:
-    """When one step fails, the other step is cancelled and runs its clean-up, and the reader
-    receives the first exception.
+    """When one step fails, the other step is cancelled and runs its cleanup code, and the reader
+    receives the exception of the step that failed first.
     """
     cleaned: list[str] = []
 

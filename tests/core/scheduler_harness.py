@@ -29,8 +29,8 @@ def _engine_config(model: Path) -> VllmConfig:
 
 
 class Harness:
-    """A scheduler and a mocked worker. `max_tokens` is vLLM's limit on the tokens of a step; 0
-    keeps vLLM's default.
+    """A scheduler and a mocked worker. `max_tokens` is vLLM's limit on tokens per step; 0 keeps
+    vLLM's default.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class Harness:
         committed: Any = (),
         **more: Any,
     ) -> None:
-        """Apply the worker's output of one step. Requests in `done` receive a result, other
-        requests do not. `more` contains further fields of `StepOutput`.
+        """Apply the worker's output of one step. Only requests in `done` receive a result. `more`
+        contains additional fields of `StepOutput`.
         """
         reported = {name: ChunkProgress(*values) for name, values in (progress or {}).items()}
         response = StepOutput(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ARHiddenStatesScheduler` with a mocked worker.
 
-Every hidden state is sent once, together with its token, whatever the schedule.
+Every hidden state is sent exactly once, together with its token, however the request is scheduled.
 """
 
 from collections import defaultdict
@@ -38,7 +38,7 @@ BLOCK, WIDTH = 16, 4
 
 
 class Harness:
-    """A scheduler and a mocked worker. Every value of the hidden state at position p is p."""
+    """A scheduler and a mocked worker. Every element of the hidden state at position p equals p."""
 
     def __init__(
         self,
@@ -216,8 +216,8 @@ def harness_for(tiny_language_model: Path) -> Any:
 
 
 def test_hidden_states_of_the_prompt_come_with_the_first_token(harness_for: Any) -> None:
-    """A prompt of 10 tokens yields ten hidden states with the first generated token, and one with
-    each further token. The last token has none.
+    """A 10-token prompt yields ten hidden states with the first generated token and one with each
+    later token. The last generated token has no hidden state.
     """
     harness = harness_for()
     harness.add("r", "all", list(range(10)), max_tokens=4)
@@ -266,8 +266,8 @@ def test_hidden_states_of_a_chunked_prefill_wait_for_the_first_token(harness_for
 
 
 def test_modes_generated_and_last(harness_for: Any) -> None:
-    """Mode `generated` sends hidden states of positions after the prompt. Mode `last` sends one
-    hidden state, at the end.
+    """Mode `generated` sends only hidden states of positions after the prompt. Mode `last` sends a
+    single hidden state at the end of the request.
     """
     harness = harness_for()
     harness.add("g", "generated", list(range(10)), max_tokens=4)
@@ -282,7 +282,7 @@ def test_modes_generated_and_last(harness_for: Any) -> None:
 def test_mode_last_sends_every_token_with_stop_strings(harness_for: Any) -> None:
     """With stop strings, mode `last` sends a hidden state with every token.
 
-    The front end detects a stop string, and the engine sends nothing after that.
+    The front end, not the engine, detects a stop string, and the engine sends nothing afterwards.
     """
     harness = harness_for()
     harness.add("l", "last", list(range(10)), max_tokens=3, stop=["x"], detokenize=True)
@@ -369,8 +369,8 @@ def test_rejected_drafts_have_no_hidden_states(harness_for: Any, sampled: list[i
 
 
 def test_steps_without_hidden_states_or_tokens_are_counted(harness_for: Any) -> None:
-    """A step of partial prefills returns neither hidden states nor tokens, and the positions of
-    later steps stay correct.
+    """Positions stay correct after a step that contains only partial prefills and thus returns
+    neither hidden states nor tokens.
     """
     harness = harness_for(max_num_batched_tokens=16)
     harness.add("r", "generated", list(range(40)), max_tokens=3)
@@ -386,8 +386,8 @@ def test_steps_without_hidden_states_or_tokens_are_counted(harness_for: Any) -> 
 def test_the_byte_limit_ends_only_the_request(harness_for: Any) -> None:
     """A request ends with code `too_large` when its hidden states exceed the byte limit.
 
-    25 hidden states of 16 bytes are allowed, so the sixth generated token exceeds the limit. Mode
-    `last` counts only the newest hidden state.
+    25 hidden states of 16 bytes each are allowed, so the sixth generated token exceeds the limit.
+    Mode `last` counts only the newest hidden state.
     """
     harness = harness_for(max_hidden_states_bytes=25 * WIDTH * 4)
     harness.add("big", "all", list(range(20)), max_tokens=20)
@@ -419,9 +419,11 @@ def test_a_prompt_above_the_byte_limit_ends_in_its_first_chunk(harness_for: Any)
 
 
 def test_an_error_is_reported_like_a_stock_finish(harness_for: Any) -> None:
-    """A request that fails is reported to its client with events and trace headers.
+    """The client of a failed request receives its events and trace headers, as after a stock
+    finish.
 
-    The request is also in the list of finished requests, which data-parallel front ends count.
+    The failed request also appears in the list of finished requests, which data-parallel front ends
+    count.
     """
     harness = harness_for(max_hidden_states_bytes=10, log_stats=True)
     harness.scheduler.finished_req_ids_dict = defaultdict(set)
@@ -444,8 +446,8 @@ def test_an_error_is_reported_like_a_stock_finish(harness_for: Any) -> None:
 def test_an_error_envelope_ends_a_request_without_hidden_states(
     harness_for: Any, entry: torch.Tensor
 ) -> None:
-    """The worker validates hidden-state parameters, and its error for malformed ones is sent to the
-    client.
+    """The worker validates hidden-state parameters, and the client receives the worker's error if
+    they are malformed.
     """
     harness = harness_for()
     harness.add("bad", None, list(range(5)), extra_args={EXTRA_ARGS_KEY: "nonsense"})
@@ -468,7 +470,7 @@ def test_hidden_states_without_an_endpoint_are_an_error(
     """Over HTTP, a request for hidden states fails unless the hidden-states endpoint is loaded.
 
     Without this check, the request would return only text. In-process clients receive their hidden
-    states in any case.
+    states with or without the endpoint.
     """
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if plugins is not None:
@@ -510,8 +512,8 @@ def test_an_error_of_the_worker_ends_only_its_request(harness_for: Any) -> None:
 
 
 def test_an_aborted_request_drops_its_hidden_states(harness_for: Any) -> None:
-    """Aborting a request drops its pending hidden states, and the output of its step in flight is
-    ignored.
+    """Aborting a request drops its pending hidden states, and the output of a step that is in
+    flight is ignored.
     """
     harness = harness_for(max_num_batched_tokens=16)
     harness.add("r", "all", list(range(40)))
@@ -524,7 +526,7 @@ def test_an_aborted_request_drops_its_hidden_states(harness_for: Any) -> None:
 
 
 def test_async_scheduling_returns_the_same_positions(harness_for: Any) -> None:
-    """With asynchronous scheduling, outputs arrive a step later and positions stay correct.
+    """With asynchronous scheduling, outputs arrive one step later, and the positions are the same.
 
     `ARHiddenStatesScheduler` then derives from vLLM's asynchronous scheduler.
     """
@@ -549,7 +551,7 @@ def test_async_scheduling_returns_the_same_positions(harness_for: Any) -> None:
 
 
 def test_return_sampling_mask_is_refused(tiny_language_model: Path) -> None:
-    """--return-sampling-mask is refused at startup, because hidden states use the same output
+    """`--return-sampling-mask` is refused at startup, because hidden states use the same output
     field.
     """
     with pytest.raises(

@@ -50,7 +50,7 @@ def runnable_ids(found: ScheduledStreams, busy: tuple[str, ...] = ()) -> list[st
 def test_a_chunk_keeps_its_distance_to_its_predecessor(
     limit: int, after: int, steps: list[int | None], expected: list[int]
 ) -> None:
-    """A chunk may take its next step only if it stays at least `lag_steps` steps behind its
+    """A chunk may run its next step only if it stays at least `lag_steps` steps behind its
     predecessor.
     """
     found = streams(limit)
@@ -66,8 +66,8 @@ def test_a_chunk_keeps_its_distance_to_its_predecessor(
 
 
 def test_steps_in_flight_count() -> None:
-    """A step of chunk 2 may be sent before the step of chunk 1 returns, because batches reach every
-    stage in order.
+    """A step of chunk 2 may be sent before chunk 1's step returns, because batches reach every
+    pipeline stage in order.
     """
     found = streams(2)
     for chunk in (1, 2):
@@ -101,10 +101,10 @@ def test_a_session_operation_runs_alone(position: str) -> None:
 @settings(max_examples=150, deadline=None)
 @given(limit=st.integers(1, 5), after=st.integers(1, 3), data=st.data())
 def test_no_chunk_overtakes_and_all_chunks_end(limit: int, after: int, data: st.DataObject) -> None:
-    """Chunks stay in order, at their distance and within the limit for any choice of runnable
+    """Chunks stay in order, keep their distance and respect the limit for any choice of runnable
     chunks.
 
-    Some chunks are aborted, and all chunks end.
+    Some chunks are aborted, and every chunk eventually ends.
     """
     found = streams(limit)
     found.order.lag_steps = after
@@ -128,7 +128,7 @@ def test_no_chunk_overtakes_and_all_chunks_end(limit: int, after: int, data: st.
             if done[chunk] == STEPS:
                 assert chunk == left[0]
         ended = [chunk for chunk in batch if done[chunk] == STEPS]
-        if data.draw(st.integers(0, 9)) == 0:  # an abort also ends started successors
+        if data.draw(st.integers(0, 9)) == 0:  # an abort also ends successors that have started
             first = data.draw(st.sampled_from([chunk for chunk in left if done[chunk]]))
             ended += [
                 chunk for chunk in left[left.index(first) :] if done[chunk] and chunk not in ended

@@ -17,8 +17,8 @@ STEPS = 3
 
 @pytest.fixture(params=["fifo", "deadline"])
 def new_harness(request: pytest.FixtureRequest, null_world: Path) -> Callable[..., Harness]:
-    """Return a factory of harnesses with one of the two scheduling policies, which behave the same
-    without deadlines.
+    """Return a factory of harnesses that use one of the two scheduling policies. The policies
+    behave the same when requests have no deadlines.
     """
     return partial(Harness, null_world, scheduling=request.param)
 
@@ -49,8 +49,8 @@ class Worker:
 
 
 def test_chunks_follow_one_step_apart(new_harness: Callable[..., Harness]) -> None:
-    """The first chunk of a session runs by itself. Later chunks follow one step apart, up to the
-    limit.
+    """The first chunk of a session runs by itself. Later chunks run one step apart, up to the limit
+    on chunks in flight.
     """
     harness = new_harness(chunks_in_flight=2)
     for chunk in range(4):
@@ -69,8 +69,8 @@ def test_chunks_follow_one_step_apart(new_harness: Callable[..., Harness]) -> No
 
 
 def test_a_chunk_closer_than_the_lag_waits(new_harness: Callable[..., Harness]) -> None:
-    """A running chunk waits while it is closer to its predecessor than the distance that the worker
-    reports.
+    """A running chunk waits while it is fewer steps behind its predecessor than the lag that the
+    worker reports.
     """
     harness = new_harness(chunks_in_flight=2)
     worker = Worker(harness, steps=5)
@@ -103,8 +103,8 @@ def test_a_small_batch_starves_no_session(
 
 
 def test_successors_of_an_aborted_chunk_end(new_harness: Callable[..., Harness]) -> None:
-    """When a chunk is aborted, its successors end with the runner's errors. If the chunk is sent
-    again, it starts immediately.
+    """When a chunk is aborted, its successors end with errors from the runner. If the client sends
+    the chunk again, it starts immediately.
     """
     harness = new_harness(chunks_in_flight=3)
     worker = Worker(harness)

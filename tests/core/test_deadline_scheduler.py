@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StreamBatchScheduler` with omni.scheduling 'deadline': vLLM runs the batch that the scheduling
+"""`StreamBatchScheduler` with `omni.scheduling` "deadline": vLLM runs the batch that the scheduling
 policy chooses.
 """
 
@@ -17,8 +17,8 @@ from vllm_omni.core.step_protocol import SchedulerNote
 
 
 def harness(model: Path, costs: StepCosts = StepCosts(size_s=0.2), **omni: Any) -> Harness:  # noqa: B008 (frozen)
-    """Return a harness with the given costs. A request has size 1 until the worker reports a
-    size.
+    """Return a harness with the given step costs. A request counts as size 1 until the worker
+    reports its size.
     """
     made = Harness(model, scheduling="deadline", **omni)
     made.scheduler._cost_model.costs = costs
@@ -33,9 +33,7 @@ def note(run: Harness, name: str) -> SchedulerNote:
 
 
 def test_an_urgent_request_runs_first(null_world: Path) -> None:
-    """An urgent request that arrives last runs first, and the other requests continue
-    afterwards.
-    """
+    """An urgent request that arrives last runs first; the other requests continue afterwards."""
     run = harness(null_world)
     run.add("a", "a", deadline_s=60.0)
     assert run.step() == ["a"]
@@ -93,7 +91,7 @@ def test_more_sessions_than_vllm_may_run(null_world: Path) -> None:
 
 
 def test_a_pause_lets_running_requests_end(null_world: Path) -> None:
-    """In state `PAUSED_NEW`, running requests continue and no new request starts, even a more
+    """In state `PAUSED_NEW`, running requests continue, and no new request starts, not even a more
     urgent one.
     """
     run = harness(null_world)
@@ -107,8 +105,8 @@ def test_a_pause_lets_running_requests_end(null_world: Path) -> None:
 
 
 def test_a_refused_stream_receives_a_note_and_ends(null_world: Path) -> None:
-    """A refused stream is scheduled in one batch to receive its error, and its session is removed
-    with the request.
+    """The request of a refused stream is scheduled once so that the runner returns its error; the
+    session is then removed together with the request.
     """
     run = harness(null_world, target_fps=16)
     run.add("s0", "s", 0, deadline_s=60.0, chunk_period_s=0.5)
@@ -123,7 +121,8 @@ def test_a_refused_stream_receives_a_note_and_ends(null_world: Path) -> None:
 
 @pytest.mark.parametrize("ended", ["done", "denoised"])
 def test_a_stream_between_chunks_counts_for_refusals(null_world: Path, ended: str) -> None:
-    """A live stream between two chunks counts for refusals, because its next chunk is expected.
+    """A live stream that is between two chunks still counts as load when new streams are refused,
+    because its next chunk is expected.
 
     Two streams that are refused in the same step both receive errors and are removed.
     """
@@ -152,10 +151,11 @@ def test_a_chunk_that_would_be_late_is_degraded(null_world: Path) -> None:
 
 
 def test_the_cost_of_the_end_of_a_chunk_is_measured_per_level(null_world: Path) -> None:
-    """The cost model receives the sizes of the chunks that ended at each degradation level or
-    above.
+    """For each degradation level, the cost model receives the sizes of the chunks that ended at
+    this level or above.
 
-    Chunk 0 runs at full quality and counts for neither level. Chunk 1 counts for both.
+    Chunk 0 runs at full quality and counts for neither of the two levels. Chunk 1 counts for both
+    levels.
     """
     run = harness(null_world, degradations=["fewer_steps", "tiny_vae"])
     reported: list[tuple[float, ...]] = []
@@ -179,8 +179,8 @@ def observed(
 ) -> tuple[Harness, list[tuple[Any, ...]]]:
     """Return a harness and the list of calls of its cost model.
 
-    Each call contains the sizes of a batch, of the chunks that start in it and of those that end in
-    it, and the duration.
+    Each call contains the sizes of a batch, of the chunks that start in the batch and of those that
+    end in it, and the batch's duration.
     """
     run, reported = harness(model, costs, **omni), []
     run.scheduler._cost_model.observe = lambda *args: reported.append(args)  # type: ignore[method-assign, func-returns-value]
@@ -188,7 +188,9 @@ def observed(
 
 
 def test_sizes_of_started_and_ended_chunks_are_measured(null_world: Path) -> None:
-    """A chunk ends with its last denoising step, although its result is still pending."""
+    """A chunk counts as ended after its last denoising step, although its result is still
+    pending.
+    """
     run, reported = observed(null_world)
     run.add("a", "a", deadline_s=60.0)
     _, output = run.schedule()
@@ -199,8 +201,8 @@ def test_sizes_of_started_and_ended_chunks_are_measured(null_world: Path) -> Non
 
 
 def test_steps_of_a_stock_worker_are_measured(null_world: Path) -> None:
-    """Steps of a stock worker are timed by the clock, and a request counts as ended once the engine
-    has removed it.
+    """Steps of a stock worker are timed by wall clock, and a request counts as ended once the
+    engine has removed it.
     """
     run, reported = observed(null_world)
     run.add("a", "a", deadline_s=60.0)
@@ -233,7 +235,7 @@ def test_the_end_of_the_running_step_is_predicted(
     """If the host is ahead of the device, the end of the running step is predicted from the sizes
     of its batch.
 
-    In this test, the batch has three new requests.
+    In this test, the batch contains three new requests.
     """
     run, _ = observed(null_world, StepCosts(step_s=0.1, size_s=0.2, first_s=0.01, last_s=0.05))
     for name in "abc":
@@ -265,8 +267,8 @@ def test_a_client_cannot_forge_the_note(null_world: Path) -> None:
 
 
 def test_step_costs_are_measured(null_world: Path) -> None:
-    """After ten steps of 10 ms, the measured cost of a step is correct within the jitter of the
-    machine.
+    """After ten steps of 10 ms, the measured cost of a step is correct to within the machine's
+    timing jitter.
     """
     run = Harness(null_world, scheduling="deadline")
     run.add("a", "a", deadline_s=60.0)

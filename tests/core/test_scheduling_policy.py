@@ -137,8 +137,8 @@ def test_requests_that_share_the_next_step(
 def test_a_request_without_a_deadline_does_not_starve(
     num_streams: int, most: int, patience_s: float
 ) -> None:
-    """A request without a deadline does not starve while all streams are late: each of its steps
-    runs soon after it is due.
+    """A request without a deadline does not starve while all streams are late: each step of the
+    request runs soon after the step is due.
     """
     costs, now_s, arrivals = StepCosts(size_s=0.1), 0.0, num_streams
     waiting = live("w", patience_s, 3, has_deadline=False, order=-1)
@@ -147,7 +147,7 @@ def test_a_request_without_a_deadline_does_not_starve(
         batch = choose_batch(now_s, [waiting, *others], costs, most)
         now_s += costs.step_s + sum(costs.of_step(request) for request in batch)
         if waiting in batch:
-            # Requests with an earlier deadline run first, which is at most one chunk of each
+            # Requests with an earlier deadline run first. They amount to at most one chunk per
             # stream.
             assert now_s <= waiting.deadline_s + 0.1 * (2 * num_streams + most) + 0.2
             waiting.deadline_s, waiting.steps_left = now_s + patience_s, waiting.steps_left - 1
@@ -209,7 +209,8 @@ def test_a_chunk_is_degraded_only_to_be_in_time(
 def chosen_by_definition(
     requests: list[LiveRequest], costs: StepCosts, most: int
 ) -> list[LiveRequest]:
-    """Return the batch by the definition of `choose_batch`, computed for every batch size.
+    """Return the batch that follows from the definition of `choose_batch`, by trying every batch
+    size.
 
     The result is exact for binary fractions such as 3/8.
     """
@@ -258,10 +259,11 @@ def one_step(request: LiveRequest, costs: StepCosts) -> float:
 
 @pytest.mark.parametrize("tight", [0.5, 1.0, 8.0])
 def test_the_batch_equals_its_definition(tight: float) -> None:
-    """For one thousand random queues, `choose_batch` returns the batch that its definition gives.
+    """For one thousand random queues, `choose_batch` returns the batch that follows from its
+    definition.
 
-    Deadlines are on average `tight` times the work. All sums are exact. The costs of starting and
-    ending a chunk may be negative, because they are fitted to measurements.
+    The time until a deadline is on average `tight` times the work. All sums are exact. The costs of
+    starting and ending a chunk may be negative, because they are fitted to measurements.
     """
     rng = random.Random(int(tight * 8))
     sizes = set()
@@ -322,8 +324,8 @@ def test_costs_of_a_request_at_its_level(
 
 
 def test_the_end_is_predicted_from_earlier_requests() -> None:
-    """In a prediction, an earlier request with a deadline counts until its end, and one without a
-    deadline counts for one step.
+    """When the end of a request is predicted, an earlier request counts until its own end if it has
+    a deadline, and for one step otherwise.
     """
     costs = StepCosts(1, 2, 4, 8, (16,))
     requests = [
@@ -340,8 +342,8 @@ def test_the_end_is_predicted_from_earlier_requests() -> None:
 
 
 def test_a_refusal_contains_the_loads() -> None:
-    """A refusal's message contains the load of the stream, the load of the other streams, the limit
-    and a remedy.
+    """The error message of a refusal contains the stream's load, the load of the other streams, the
+    limit and a remedy.
     """
     assert refuses([StreamDemand(0.5, 0.1), StreamDemand(1.0, 0.25)], StreamDemand(0.75, 0.6)) == (
         "a chunk every 0.75 s would take 80% of the engine's time, 2 live streams take 45%, and at "

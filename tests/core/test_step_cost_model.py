@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step cost model learns the costs of synthetic steps and is robust to outliers."""
+"""The step cost model learns the costs of simulated steps and is robust to outliers."""
 
 import random
 
@@ -51,7 +51,9 @@ def test_after_one_step_costs_are_proportional_to_size() -> None:
 
 
 def test_outliers_do_not_change_the_costs() -> None:
-    """When one step in twenty takes 3 s longer, the prediction stays within 15 %."""
+    """When one step in twenty takes 3 s longer, the predicted cost stays within 15 % of the true
+    one.
+    """
     model, rng = StepCostModel(), random.Random(1)
     for _ in range(20):
         show(model, TRUE, 19, rng)
@@ -69,8 +71,8 @@ def test_a_lasting_change_is_learnt() -> None:
 
 
 def test_unobserved_costs_keep_their_values() -> None:
-    """The learnt cost of steps with several streams stays the same after hours with a single
-    stream.
+    """The learnt cost of steps with several streams is unchanged after hours in which only one
+    stream runs.
     """
     model, rng = StepCostModel(), random.Random(4)
     show(model, TRUE, 200, rng)
@@ -92,8 +94,8 @@ def show_ladder(model: StepCostModel, chunks: int, rng: random.Random, level: in
 
 
 def test_the_cost_of_a_level_is_learnt() -> None:
-    """The cost of a level is learnt within ten chunks. Until then it equals the cost of the next
-    better level.
+    """The cost of a level is learnt within ten chunks. Until then, the model uses the cost of the
+    next better level.
     """
     model, rng = StepCostModel(num_levels=3), random.Random(5)
     show_ladder(model, 20, rng, level=0)
@@ -127,8 +129,8 @@ def test_invalid_steps_are_ignored(bad: tuple[float, float, float, float]) -> No
 
 @pytest.mark.parametrize("scale", [1.0, 64.0, 0.25])
 def test_costs_do_not_depend_on_the_unit_of_size(scale: float) -> None:
-    """The learnt costs are within 5 % of the true ones for every unit of size, if the steps have no
-    noise.
+    """For noise-free steps, the learnt costs are within 5 % of the true ones, whatever unit the
+    sizes are given in.
     """
     true = StepCosts(step_s=0.2, size_s=0.5 / scale, first_s=0.8 / scale, last_s=0.3 / scale)
     model, rng = StepCostModel(), random.Random(7)

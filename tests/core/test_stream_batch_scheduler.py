@@ -19,14 +19,14 @@ from vllm_omni.inputs import DiffusionParams
 
 @pytest.fixture(params=["fifo", "deadline"])
 def new_harness(request: pytest.FixtureRequest, null_world: Path) -> Callable[..., Harness]:
-    """Return a factory of harnesses with one of the two scheduling policies, which behave the same
-    without deadlines.
+    """Return a factory of harnesses that use one of the two scheduling policies. The policies
+    behave the same when requests have no deadlines.
     """
     return partial(Harness, null_world, scheduling=request.param)
 
 
 def test_a_request_is_scheduled_until_it_has_a_result(new_harness: Callable[..., Harness]) -> None:
-    """A request is scheduled once per step until it has a result, and not after that."""
+    """A request is scheduled once per step until it has a result, and never afterwards."""
     harness = new_harness()
     harness.add("r", "s")
     assert [harness.step(), harness.step(), harness.step(done="r"), harness.step()] == [
@@ -38,8 +38,8 @@ def test_a_request_is_scheduled_until_it_has_a_result(new_harness: Callable[...,
 
 
 def test_a_request_never_has_two_steps_in_flight(new_harness: Callable[..., Harness]) -> None:
-    """While the output of a request is pending, the request is not scheduled again, but other
-    requests may be.
+    """While the output of a request's step is pending, the scheduler may schedule other requests
+    but not this one.
     """
     harness = new_harness(stages=2)
     harness.add("a", "a")
@@ -55,8 +55,8 @@ def test_a_request_never_has_two_steps_in_flight(new_harness: Callable[..., Harn
 
 
 def test_max_num_batched_tokens_limits_the_batch(new_harness: Callable[..., Harness]) -> None:
-    """Each request's step counts as one token of `--max-num-batched-tokens`, and the smaller limit
-    applies.
+    """Each request's step counts as one token towards `--max-num-batched-tokens`. If that is
+    smaller than the batch limit, it applies instead.
     """
     for max_tokens, expected in ((2, 2), (9, 3), (0, 3)):
         harness = new_harness(max_requests_per_step=3, max_tokens=max_tokens)
@@ -69,7 +69,7 @@ def test_chunks_of_a_session_run_in_the_order_of_their_index(
     new_harness: Callable[..., Harness],
 ) -> None:
     """If chunk 2 of a session arrives before chunk 1, chunk 1 still runs first, and other sessions
-    are not delayed.
+    are not held up.
     """
     harness = new_harness()
     harness.add("s2", "s", 2)
@@ -84,7 +84,7 @@ def test_chunks_of_a_session_run_in_the_order_of_their_index(
 def test_aborting_a_chunk_starts_the_next_one(
     new_harness: Callable[..., Harness], aborted: str
 ) -> None:
-    """When a chunk is aborted, running or waiting, the next chunk of its session starts."""
+    """When a running or a waiting chunk is aborted, the next chunk of its session starts."""
     harness = new_harness()
     harness.add("s1", "s", 1)
     harness.add("s2", "s", 2)
@@ -96,8 +96,8 @@ def test_aborting_a_chunk_starts_the_next_one(
 
 
 def test_requests_are_spread_over_the_stages(new_harness: Callable[..., Harness]) -> None:
-    """Four sessions on two pipeline stages run as two batches of two. Waiting chunks do not
-    count.
+    """Four sessions on two pipeline stages run as two batches of two. Chunks that wait for their
+    predecessor do not count.
     """
     harness = new_harness(stages=2)
     for name in "abcd":

@@ -68,8 +68,8 @@ def test_a_closed_stream_no_longer_counts() -> None:
 def test_the_first_level_that_is_in_time_is_chosen() -> None:
     """A chunk runs at the first level at which it meets its deadline.
 
-    The chunk takes 4 x 0.1 s, and its end takes 0.3 s. Of three levels, the second saves nothing
-    and the third saves 0.25 s.
+    The chunk takes 4 x 0.1 s for its steps and 0.3 s for its end. There are three levels; the
+    second saves nothing, and the third saves 0.25 s.
     """
     costs = StepCosts(size_s=0.1, last_s=0.3, degraded_last_s=(0.3, 0.05))
     streams = ScheduledStreams(10.0, num_levels=3)
@@ -137,10 +137,11 @@ def only(streams: ScheduledStreams, name: str) -> LiveRequest:
 
 
 def test_expected_steps_and_size_before_the_first_step() -> None:
-    """Before its first step, the steps and the size of a request are predicted.
+    """The number of steps and the size of a request are predicted before its first step.
 
-    A chunk with a deadline is expected to equal the stream's last chunk at its level. A chunk
-    without a deadline is expected at full quality. An operation takes one step.
+    A chunk with a deadline is expected to have the same steps and size as the stream's last chunk
+    at the same level. A chunk without a deadline is expected at full quality. An operation takes
+    one step.
     """
     streams = ScheduledStreams(10.0, num_levels=2)
     streams.add_request("s0", fields("s", 0, deadline_s=5.0), 0.0)
@@ -174,8 +175,8 @@ def test_expected_steps_and_size_before_the_first_step() -> None:
 
 
 def test_progress_updates_steps_and_size() -> None:
-    """The worker reports the progress of a chunk. Without a report, one step is subtracted from
-    those left.
+    """The worker reports the progress of a chunk. Without a report, one step is subtracted from the
+    steps that are left.
 
     At least one step remains, and sizes are at least one.
     """
@@ -214,8 +215,8 @@ def test_operations_do_not_change_expected_chunks() -> None:
 
 
 def test_a_stream_is_removed_with_its_last_operation() -> None:
-    """A stream is retained while a chunk waits after a `reset` and after a chunk ends, and removed
-    with its last operation.
+    """A stream is retained while a chunk waits behind a `reset` and after a chunk ends. It is
+    removed with its last operation.
     """
     streams = ScheduledStreams(10.0)
     streams.add_request("reset", RequestFields("s", 0, is_chunk=False), 0.0)
@@ -252,7 +253,7 @@ def test_steps_without_a_deadline_are_due_one_after_the_other() -> None:
     """Steps without a deadline are due one after another, starting from the last such step or the
     first arrival.
 
-    Requests with a deadline do not affect these due times.
+    Requests with a deadline do not affect the due times of other requests.
     """
     streams = ScheduledStreams(2.0)
     streams.add_request("a", fields("a"), 100.0)
@@ -316,8 +317,8 @@ def test_requests_that_start_a_stream(requested: RequestFields, refused: bool) -
 
 
 def test_refusals_assume_full_quality() -> None:
-    """Refusals assume full quality, so a cheaper level adds no capacity. Before any measurement,
-    every stream is accepted.
+    """Whether a stream is refused is computed from the costs at full quality, so a cheaper level
+    adds no capacity. Until costs have been measured, every stream is accepted.
     """
     streams = ScheduledStreams(10.0, num_levels=2)
     new = fields("new", period_s=0.05)

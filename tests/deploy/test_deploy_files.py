@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands, flags, variables, paths and exit statuses in `deploy` exist.
+"""The commands, flags, variables, paths and exit statuses that files in `deploy` mention exist.
 
-tests/entrypoints/realtime/test_operators_served.py checks on a real server that it exports the
-metrics of the rules and the dashboard.
+tests/entrypoints/realtime/test_operators_served.py checks that a real server exports the metrics
+that the alerting rules and the dashboard use.
 """
 
 import argparse
@@ -113,7 +113,7 @@ def test_the_unit_starts_a_server_again_after_what_operations_calls_a_death_and_
 def test_the_unit_lets_the_server_finish() -> None:
     """systemd gives the server time to drain.
 
-    SIGTERM is sent only to the server, which stops its engine itself. systemd kills the remaining
+    systemd sends SIGTERM only to the server, which stops its engine itself. It kills the remaining
     processes only after the longest time that the server's drain can take.
     """
     command = shlex.split(only("ExecStart"))
@@ -140,8 +140,8 @@ def test_every_variable_is_one_that_someone_reads() -> None:
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:
-    """`systemd-analyze verify` accepts the unit. The test replaces the unit's command, because
-    systemd checks that it exists.
+    """`systemd-analyze verify` accepts the unit. The test replaces the command in the unit, because
+    systemd checks that the program exists.
     """
     copy = tmp_path / UNIT.name
     copy.write_text(
@@ -186,8 +186,7 @@ def test_a_dockerfiles_commands_flags_and_paths_exist(path: Path) -> None:
     parse([*json.loads(by_name["ENTRYPOINT"]), *json.loads(by_name["CMD"])])
     (probe,) = re.findall(r"http://127\.0\.0\.1:(\d+)(/[a-z/]+)", by_name["HEALTHCHECK"])
     assert probe[0] == by_name["EXPOSE"] and probe[1] in OPEN_PATHS
-    # The user must be a number, because Kubernetes cannot tell from a name whether the user is
-    # root.
+    # The user must be numeric, because Kubernetes cannot tell from a name whether the user is root.
     assert (
         int(by_name["USER"]) > 0
         and f"--uid {by_name['USER']} " in ran
@@ -196,8 +195,8 @@ def test_a_dockerfiles_commands_flags_and_paths_exist(path: Path) -> None:
 
 
 def test_the_build_context_is_what_the_dockerfiles_copy() -> None:
-    """The Docker build context excludes virtual environments, because their links would break, and
-    large results.
+    """The Docker build context excludes large results, and virtual environments, whose links would
+    break.
     """
     rules = lines(REPO / ".dockerignore")
     assert rules[0] == "*"
@@ -213,8 +212,8 @@ def test_the_build_context_is_what_the_dockerfiles_copy() -> None:
 
 @pytest.mark.nightly
 def test_hadolint_accepts_the_dockerfiles() -> None:
-    """hadolint accepts the Dockerfiles. A rule that does not apply is ignored in the file, with the
-    reason.
+    """hadolint accepts the Dockerfiles. Each rule that does not apply is disabled in the Dockerfile
+    itself, with the reason.
     """
     hadolint = Path(sys.executable).with_name("hadolint")
     if not hadolint.exists():
@@ -224,8 +223,8 @@ def test_hadolint_accepts_the_dockerfiles() -> None:
 
 
 def test_every_docker_run_makes_room_for_the_engines_messages() -> None:
-    """Every `docker run` command raises the size of /dev/shm, because with Docker's default of 64
-    MB a server dies with a bus error.
+    """Every `docker run` command raises the size of `/dev/shm`, because a server crashes with a bus
+    error at Docker's default of 64 MB.
     """
     texts = [*DOCKERFILES, REPO / "docs/how_to/operators.md"]
     ran = [

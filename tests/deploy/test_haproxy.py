@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real HAProxy with `deploy/haproxy/haproxy.cfg`, in front of small servers that return their
-names.
+"""A real HAProxy with `deploy/haproxy/haproxy.cfg`, in front of small servers that respond with
+their names.
 """
 
 import asyncio
@@ -39,8 +39,8 @@ class ProxiedServers:
         self.proxy, self.url, self.servers, self.client = proxy, proxy.url, servers, client
 
     async def checked(self, up: int, total: int | None = None) -> None:
-        """Wait until the proxy's health checks have found `up` servers with room and `total` live
-        servers.
+        """Wait until the proxy's health checks have found `up` servers with free capacity and
+        `total` live servers.
         """
         await asyncio.to_thread(self.proxy.wait_until_checked, up, total)
 
@@ -70,7 +70,7 @@ class ProxiedServers:
             yield socket, await socket.receive_str()
 
     async def home(self, query: str = "", **headers: str) -> str:
-        """Return the name of the server on which a new WebSocket opens."""
+        """Open a new WebSocket and return the name of the server that accepts it."""
         async with self.socket(query, **headers) as (_, name):
             return name
 
@@ -83,7 +83,8 @@ async def proxied(
     for server in servers:
         await server.start()
     addresses = {server.name: server.address for server in servers}
-    # The servers run in this event loop, so blocking calls that wait for them run on a thread.
+    # The servers run in this event loop, so calls that block until the servers respond run in a
+    # thread.
     proxy = await asyncio.to_thread(Proxy, folder, addresses, edits)
     try:
         async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as client:
@@ -97,8 +98,8 @@ async def proxied(
 
 
 def test_requests_pass_through_unchanged(tmp_path: Path) -> None:
-    """The proxy changes neither the method, path, query, body and status nor the headers of a
-    request.
+    """The proxy forwards method, path, query, headers and body of a request, and the status of the
+    response, unchanged.
 
     The server also receives the client's address, which a client cannot forge.
     """
@@ -136,8 +137,8 @@ def test_streams_arrive_as_they_are_made(tmp_path: Path) -> None:
 def test_requests_without_a_session_spread(tmp_path: Path) -> None:
     """A request without a session goes to the server with the fewest requests.
 
-    A full server receives none while another server has room. When a client disconnects, its
-    request ends.
+    A full server receives no request while another server has free capacity. When a client
+    disconnects, its request ends on the server.
     """
 
     async def scenario() -> None:
@@ -177,7 +178,7 @@ def test_a_named_session_returns_to_its_server(tmp_path: Path) -> None:
                 assert await cluster.who(**{SESSION_HEADER: session}) == home
                 for path in (f"/v1/sessions/{session}/snapshot", f"/omni/sessions/{session}/x"):
                     assert await cluster.who(path) == home
-            # A new session is refused, because no server has room.
+            # A new session is refused, because no server has free capacity.
             with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
                 await cluster.home("?session=another")
             assert refused.value.status == 503
@@ -196,8 +197,8 @@ def test_a_new_name_starts_on_a_server_with_room(tmp_path: Path) -> None:
 
 
 def test_a_restarted_proxy_chooses_the_same_server(tmp_path: Path) -> None:
-    """All proxies compute the same server for a session name that they have not seen, also after a
-    restart.
+    """All proxies compute the same server for a session name that they have not seen before, even
+    after a restart.
     """
 
     async def scenario() -> None:
@@ -220,8 +221,8 @@ def test_a_restarted_proxy_chooses_the_same_server(tmp_path: Path) -> None:
 
 
 def test_a_reload_keeps_the_servers_of_sessions_and_the_sockets(tmp_path: Path) -> None:
-    """After a reload, the old process serves its WebSockets until they close, and the new process
-    has the table of sessions.
+    """After a reload, the old HAProxy process serves its WebSockets until they close, and the new
+    process takes over the session table.
     """
 
     async def scenario() -> None:
@@ -249,7 +250,7 @@ def test_a_reload_keeps_the_servers_of_sessions_and_the_sockets(tmp_path: Path) 
 
 
 def test_proxies_share_the_servers_of_sessions(tmp_path: Path) -> None:
-    """A session that has moved to another server is found there through every proxy."""
+    """Every proxy routes to the new server of a session that has moved."""
 
     async def scenario() -> None:
         servers = [EchoServer(name) for name in "ab"]
@@ -275,14 +276,14 @@ def test_proxies_share_the_servers_of_sessions(tmp_path: Path) -> None:
         for server in servers:
             await server.runner.cleanup()
 
-    # `running_proxy` does not wait for health checks of the servers in this loop. Only `checked`
-    # does.
+    # `running_proxy` does not wait for health checks of the servers in this event loop; only
+    # `checked` does.
     asyncio.run(scenario())
 
 
 def test_a_client_returns_to_the_server_of_its_handshake(tmp_path: Path) -> None:
-    """A client returns to the server of its handshake: programs send a header or a query parameter,
-    browsers a cookie.
+    """A client is routed back to the server of its handshake: programs send a header or a query
+    parameter, browsers send a cookie.
     """
 
     async def scenario() -> None:
@@ -310,8 +311,8 @@ def test_a_client_returns_to_the_server_of_its_handshake(tmp_path: Path) -> None
 
 
 def test_a_request_addresses_exactly_one_server(tmp_path: Path) -> None:
-    """A request that names a server reaches only that server, even if it is full or the session
-    belongs elsewhere.
+    """A request that names a server reaches only that server, even if the server is full or the
+    session belongs to another one.
 
     If the server is dead, the request fails instead of reaching another server.
     """
@@ -338,8 +339,8 @@ def test_a_request_addresses_exactly_one_server(tmp_path: Path) -> None:
 
 
 def test_a_session_that_moved_is_found_on_its_new_server(tmp_path: Path) -> None:
-    """A request that names a session and a server assigns the session to that server for all later
-    requests.
+    """A request that names both a session and a server assigns the session to that server for all
+    later requests.
     """
 
     async def scenario() -> None:
@@ -357,8 +358,8 @@ def test_a_session_that_moved_is_found_on_its_new_server(tmp_path: Path) -> None
 
 
 def test_an_id_leads_to_the_server_that_made_it(tmp_path: Path) -> None:
-    """An id that a server created leads to that server: ids of videos, files, WebRTC connections
-    and sessions.
+    """A request with an id of a video, file, WebRTC connection or session reaches the server that
+    created the id.
     """
 
     async def scenario() -> None:
@@ -386,8 +387,8 @@ def test_an_id_leads_to_the_server_that_made_it(tmp_path: Path) -> None:
 
 
 def test_sockets_pass_everything_both_ways(tmp_path: Path) -> None:
-    """WebSockets carry text, large binary messages, pings, the chosen subprotocol and the close
-    codes of either side.
+    """The proxy passes WebSocket text, large binary messages, pings, the chosen subprotocol and
+    close codes in both directions.
     """
 
     async def scenario() -> None:
@@ -421,7 +422,7 @@ def test_sockets_pass_everything_both_ways(tmp_path: Path) -> None:
 
 
 def test_a_dead_server_ends_only_its_own_sockets(tmp_path: Path) -> None:
-    """When a server dies, its WebSockets close immediately, and its sessions start on another
+    """When a server dies, its WebSockets close immediately, and its sessions start again on another
     server.
 
     The server receives requests again once it has returned.
@@ -439,7 +440,7 @@ def test_a_dead_server_ends_only_its_own_sockets(tmp_path: Path) -> None:
                 assert message.type in (WSMsgType.CLOSED, WSMsgType.ERROR)
                 await retained.send_str("still here")
                 assert await retained.receive_str() == "still here"
-            # This holds even before the next health check.
+            # The session starts on server b even before the next health check.
             assert await cluster.home("?session=s") == "b"
             assert {await cluster.who() for _ in range(4)} == {"b"}
             await cluster.checked(1, 1)
@@ -460,8 +461,8 @@ def test_a_dead_server_ends_only_its_own_sockets(tmp_path: Path) -> None:
 
 
 def test_a_request_that_reached_a_server_is_not_repeated(tmp_path: Path) -> None:
-    """If a server dies during a request, the client gets 502, because repeating the request could
-    generate a chunk twice.
+    """If a server dies during a request, the client gets 502. The proxy does not repeat the
+    request, because this could generate a chunk twice.
     """
 
     async def scenario() -> None:
@@ -480,10 +481,10 @@ def test_a_request_that_reached_a_server_is_not_repeated(tmp_path: Path) -> None
 
 
 def test_a_server_that_stopped_answering_is_disconnected(tmp_path: Path) -> None:
-    """A server that fails its health checks is disconnected from its clients.
+    """When a server fails its health checks, the proxy closes its clients' connections.
 
-    Without this, the connections would stay open, because a frozen process or a machine without
-    power does not close them.
+    Otherwise the connections would stay open, because neither a frozen process nor a machine that
+    lost power closes them.
     """
 
     async def scenario() -> None:
@@ -551,7 +552,7 @@ def test_frames_that_arrive_with_the_handshake_reach_the_server(tmp_path: Path) 
 
 def test_without_any_server_requests_get_503(tmp_path: Path) -> None:
     """`/health` returns 200 while any server is alive, and `/omni/ready` returns 200 while any
-    server has room.
+    server has free capacity.
     """
 
     async def scenario() -> None:
@@ -580,10 +581,10 @@ def test_without_any_server_requests_get_503(tmp_path: Path) -> None:
 
 
 def test_metrics_and_operators_routes_are_for_private_networks(tmp_path: Path) -> None:
-    """`/metrics` and the operators' routes return 403 outside private networks.
+    """`/metrics` and the operators' routes return 403 to clients outside private networks.
 
-    In private networks, Prometheus reads the metrics of one server by its name, and those of the
-    proxy at another port.
+    In a private network, Prometheus scrapes each server's metrics by server name, and the proxy's
+    metrics on a separate port.
     """
 
     async def scenario() -> None:

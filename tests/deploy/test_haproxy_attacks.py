@@ -43,7 +43,7 @@ HANDSHAKE = (
 
 
 class Edge:
-    """A proxy with servers that run in another thread, so that an attack may block its own
+    """A proxy whose servers run in another thread, so that an attack may block the test's
     thread.
     """
 
@@ -56,8 +56,8 @@ class Edge:
         return raw
 
     def ask(self, request: bytes, source: str = ATTACKER) -> bytes:
-        """Send bytes, and return all bytes received until the proxy closes or is silent for a
-        second.
+        """Send bytes; return all bytes received until the proxy closes the connection or sends
+        nothing for a second.
         """
         with self.dial(source) as raw:
             with contextlib.suppress(OSError):
@@ -101,9 +101,7 @@ def edge(
 
 @contextlib.contextmanager
 def served_neighbour(target: Edge) -> Iterator[None]:
-    """Verify that during an attack a WebSocket stays open and is served, and that new requests are
-    served.
-    """
+    """Verify that an open WebSocket and new requests are still served during an attack."""
     with target.websocket() as neighbour:
         assert neighbour.recv(timeout=seconds(10)) == "a"
         yield
@@ -146,7 +144,7 @@ def test_silent_clients_are_cut_off(tmp_path: Path) -> None:
     """A client that does not finish its request in time is disconnected.
 
     The clients send nothing, half a request line, half of the headers, or half of a second request
-    (50 of each). A client that sends a header line from time to time gets no more time.
+    (50 of each). Sending a header line from time to time does not extend a client's time limit.
     """
     with edge(tmp_path, QUICK_TIMEOUTS) as target, served_neighbour(target):
         opened_s = time.monotonic()
@@ -184,8 +182,8 @@ def test_a_silent_tls_handshake_is_cut_off(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("expects", [False, True], ids=["plain", "expect"])
 def test_slow_bodies_end_with_408(tmp_path: Path, expects: bool) -> None:
-    """A body of a usual size must arrive in 10 s, in any number of packets. If it is late, the
-    server never receives the request.
+    """A body of ordinary size must arrive within 10 s, in any number of packets. Otherwise the
+    request never reaches the server.
     """
     with edge(tmp_path, QUICK_TIMEOUTS) as target, served_neighbour(target):
         before = target.requests_seen()
@@ -212,9 +210,10 @@ def test_slow_bodies_end_with_408(tmp_path: Path, expects: bool) -> None:
 
 
 def test_a_long_body_that_stops_is_ended_by_the_server(tmp_path: Path) -> None:
-    """The server ends a long body that stops, and the proxy delivers the server's 408.
+    """When a client stops sending in the middle of a long body, the server ends the request, and
+    the proxy delivers the server's 408.
 
-    HAProxy itself has no time limit for a body after its first 16 KiB.
+    HAProxy itself has no time limit for the part of a body after the first 16 KiB.
     """
     app = FastAPI()
 
@@ -255,10 +254,11 @@ def test_a_client_that_sends_all_before_it_reads_gets_its_response(tmp_path: Pat
 
 
 def test_headers_are_bounded_on_every_request_of_a_connection(tmp_path: Path) -> None:
-    """HAProxy bounds the headers of the first and of every later request on a connection.
+    """HAProxy limits the size of the headers of every request on a connection, not only of the
+    first one.
 
-    The clients try to send 600 MB of headers in a first request, in a second request, and in one
-    endless line.
+    Three clients each try to send 600 MB of headers: in a first request, in a second request, and
+    in one endless line.
     """
     lines = b"".join(b"X-%07d: " % number + b"a" * 1000 + b"\r\n" for number in range(1000))
     with edge(tmp_path) as target, served_neighbour(target):
@@ -279,15 +279,15 @@ def test_headers_are_bounded_on_every_request_of_a_connection(tmp_path: Path) ->
 
 
 def test_a_hundred_thousand_names_of_sessions_are_forgotten(tmp_path: Path) -> None:
-    """HAProxy evicts old session names, so 110,000 names of 8 KB from one client use a bounded
+    """HAProxy evicts old session names, so 110,000 names of 8 KB each from one client use a bounded
     amount of memory.
 
-    A session that is in use is still found on the server to which it has moved.
+    Requests of a session that is in use still reach the server to which the session has moved.
     """
     total, size = 110_000, 8000
     with edge(tmp_path, num_servers=2) as target:
         homes = {}
-        for number in range(20):  # The session moves to the server that the hash does not choose.
+        for number in range(20):  # moves the session to a server other than the hash's choice
             path = f"/v1/models?session=used-{number}"
             other = {"a": "b", "b": "a"}[home_of(target, path)]
             assert home_of(target, f"{path}&server={other}") == other
@@ -384,8 +384,8 @@ def test_malformed_requests_get_no_status_5xx(tmp_path: Path, request_bytes: byt
 
 
 def test_a_body_in_two_lengths_is_one_request(tmp_path: Path) -> None:
-    """If a request has both a content length and chunks, the chunks count (RFC 9112, 6.3), and the
-    connection is closed.
+    """If a request has both a `Content-Length` header and a chunked body, the chunked encoding
+    takes precedence (RFC 9112, 6.3), and the connection is closed.
     """
     head = POST + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n"
     with edge(tmp_path) as target:
@@ -395,7 +395,7 @@ def test_a_body_in_two_lengths_is_one_request(tmp_path: Path) -> None:
 
 
 def test_websockets_that_reconnect_are_limited_by_address(tmp_path: Path) -> None:
-    """A client that keeps reconnecting gets 429, and clients at other addresses are served."""
+    """A client that keeps reconnecting gets 429, while clients at other addresses are served."""
     edits = {"sc0_gpc0_rate gt 200": "sc0_gpc0_rate gt 20"}
     with edge(tmp_path, edits) as target, served_neighbour(target):
         replies = [target.ask(HANDSHAKE + b"\x88\x80\0\0\0\0") for _ in range(50)]
@@ -409,8 +409,8 @@ def test_websockets_that_reconnect_are_limited_by_address(tmp_path: Path) -> Non
 
 
 def test_connections_are_limited_by_address(tmp_path: Path) -> None:
-    """Connections beyond the limit of an address are closed immediately, and the earlier
-    connections of the address stay open.
+    """Connections beyond the limit per address are closed immediately, while earlier connections
+    from the same address stay open.
     """
     with edge(tmp_path) as target, served_neighbour(target):
         held = [target.dial() for _ in range(300)]
@@ -423,8 +423,8 @@ def test_connections_are_limited_by_address(tmp_path: Path) -> None:
 
 
 def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path) -> None:
-    """A client that does not read is disconnected, because the proxy buffers little. The server's
-    connection ends too.
+    """A client that does not read its stream is disconnected, because the proxy buffers only little
+    data. The proxy's connection to the server is closed too.
     """
     with edge(tmp_path, {"timeout tunnel 60s": "timeout tunnel 1s"}) as target:
         before = grown = target.proxy.memory_bytes

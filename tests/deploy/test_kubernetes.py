@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifests in `deploy/kubernetes` satisfy the schemas of the API and match each other, the
-server and HAProxy.
+"""The manifests in `deploy/kubernetes` conform to the Kubernetes API schemas and are consistent
+with each other, the server and HAProxy.
 """
 
 import re
@@ -46,14 +46,14 @@ def arguments() -> list[str]:
 
 
 def omni() -> OmniConfig:
-    """Return the options of the server in the manifests, parsed as the server parses them."""
+    """Return the server options in the manifests, parsed as the server parses them."""
     words = [word for word in arguments() if word != "--omni"]
     args = serve_parser().parse_args(["serve", *words])
     return OmniConfig.from_additional_config(args.additional_config)
 
 
 def servers_of_readme() -> dict[str, str]:
-    """Return the servers in the README's command that writes HAProxy's configuration."""
+    """Return the servers listed in the README's command that writes HAProxy's configuration."""
     command = re.search(r"^python3 deploy/haproxy/configure\.py --.*$", README.read_text(), re.M)
     assert command is not None
     words = shlex.split(command[0])
@@ -62,8 +62,8 @@ def servers_of_readme() -> dict[str, str]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_api_accepts_every_manifest(version: str) -> None:
-    """Every manifest passes a strict check, which refuses unknown fields. The package contains the
-    schemas, so no network is needed.
+    """Every manifest passes a strict schema check, which refuses unknown fields. The checker ships
+    with the schemas, so the test needs no network.
     """
     kinds = []
     for each in manifests():
@@ -90,8 +90,8 @@ def test_a_server_accepts_its_arguments_and_variables() -> None:
 
 
 def test_a_stopping_server_has_time_to_drain() -> None:
-    """A stopping server has time to drain. It writes its sessions to its volume, which the next pod
-    of the same name mounts.
+    """A server that is being stopped has time to drain. It writes its sessions to its volume, which
+    the next pod of the same name mounts.
     """
     spec = manifest("StatefulSet")
     pod = spec["template"]["spec"]
@@ -108,8 +108,8 @@ def test_a_stopping_server_has_time_to_drain() -> None:
     ("kind", "name"), [("StatefulSet", "vllm-omni"), ("Deployment", "vllm-omni-proxy")]
 )
 def test_probes_need_no_key(kind: str, name: str) -> None:
-    """Probes need no key, and a full server stays alive and ready, because its own sessions must
-    still reach it.
+    """Probes need no API key. A full server stays alive and ready, because clients of its sessions
+    must still reach it.
     """
     probes = [value for key, value in container(kind, name).items() if key.endswith("Probe")]
     paths = {probe["httpGet"]["path"] for probe in probes if "httpGet" in probe}
@@ -137,8 +137,8 @@ def test_everything_selects_its_pods(kind: str, name: str) -> None:
 
 
 def test_the_number_of_servers_follows_their_sessions() -> None:
-    """The autoscaler uses a metric that servers export, with a target below the number of sessions
-    that a server accepts.
+    """The autoscaler uses a metric that the servers export. Its target is below the number of
+    sessions that a server accepts.
     """
     scaler = manifest("HorizontalPodAutoscaler")
     assert scaler["scaleTargetRef"]["kind"] == "StatefulSet"

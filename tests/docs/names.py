@@ -46,7 +46,7 @@ def missing(names: list[str], alongside: Path, private: frozenset[str] = frozens
 
     A path is relative to the repository, the package, or `alongside`, the folder of the page. A
     private name must be qualified by its class, because many classes have a `_close`. The
-    exceptions are the names in `private`, which the docstring's own module defines.
+    exceptions are the names in `private`, which are defined in the same module as the docstring.
     """
     return [name for name in names if name not in private and not _exists(name, alongside)]
 
@@ -69,7 +69,7 @@ def _exists(name: str, alongside: Path) -> bool:
 def _word_exists(word: str) -> bool:
     """Return whether a word exists.
 
-    A word may also be a counter, or the environment variable of a limit, for example
+    A word may also be the name of a counter, or the environment variable for a limit, for example
     `VLLM_OMNI_IDLE_TIMEOUT_S` for `idle_timeout_s`.
     """
     variable = word.removeprefix("VLLM_OMNI_").lower() if word.isupper() else word
@@ -103,8 +103,8 @@ def _files() -> list[Path]:
 
 @cache
 def trees() -> dict[Path, ast.Module]:
-    """Return the parsed modules of the package and its tools. `_of_tests` reads the names that
-    tests define.
+    """Return the parsed modules of the package and its tools. Tests are not included; `_of_tests`
+    returns the names that they define.
     """
     return {
         path: ast.parse(path.read_text())
@@ -118,8 +118,8 @@ def _is_a_test(path: Path) -> bool:
 
 
 def _of_tests() -> Iterator[str]:
-    """Return the names of the tests' functions. They are found by matching lines, because parsing
-    all tests takes seconds.
+    """Return the names of the functions in the tests. A regular expression finds them, because
+    parsing all tests takes seconds.
     """
     for path in _files():
         if path.suffix == ".py" and _is_a_test(path):
@@ -127,7 +127,7 @@ def _of_tests() -> Iterator[str]:
 
 
 def _strings_of(tree: ast.AST) -> Iterator[str]:
-    """Return the strings of a module, except docstrings and the docstrings of fields."""
+    """Return the string literals of a module, except docstrings, including those of fields."""
     documentation = {
         id(node.value)
         for node in ast.walk(tree)
@@ -182,9 +182,7 @@ def _strings() -> str:
 
 @cache
 def _classes() -> dict[str, tuple[set[str], list[str]]]:
-    """Return a map from each class of this package to its own members and the names of its
-    bases.
-    """
+    """Map each class of this package to its own members and the names of its base classes."""
     found: dict[str, tuple[set[str], list[str]]] = {}
     for path, tree in trees().items():
         if path.is_relative_to(REPO / "vllm_omni"):
@@ -229,7 +227,7 @@ def _in_module(parts: list[str]) -> bool:
 @cache
 def _of_vllm() -> frozenset[str]:
     """Return all words of vLLM's source (40 MB). The source is read as bytes, which takes a third
-    of the time.
+    of the time of reading it as text.
     """
     [root] = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr, misc]
     apart = re.sub(rb"\W", b" ", bytes(range(256)))

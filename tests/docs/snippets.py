@@ -4,7 +4,7 @@
 An unknown kind of command is a failure, so that no untested command is added by accident.
 `vllm-omni` commands run in processes that are forked after the libraries have been imported
 (`rank_processes`). tests/entrypoints/cli/test_demo.py starts the installed script, and
-test_doctor.py runs `doctor`.
+test_doctor.py in the same folder runs `doctor`.
 """
 
 import argparse
@@ -45,7 +45,7 @@ NOT_RUN = {
     "torchrun": "needs several ranks",
     "ray": "needs a cluster",
 }
-"""Commands that the tests do not run, each with the reason."""
+"""Commands that the tests do not run, and the reason for each."""
 
 _FENCE = re.compile(
     r"^(?P<indent>[ ]*)(?P<ticks>`{3,})(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)(?P=ticks)[ ]*$",
@@ -61,7 +61,7 @@ class DocsError(AssertionError):
 
 @dataclass(frozen=True)
 class Snippet:
-    """A fenced block of a page: the page and line, the language and the text."""
+    """A fenced block of a page, with its page, line, language and text."""
 
     path: Path
     line: int
@@ -122,7 +122,8 @@ def commands(script: str) -> list[list[str]]:
 def blocked_commands(script: str) -> list[list[str]]:
     """Return the commands that cannot run because an earlier command of the block keeps running.
 
-    A further command that starts a server is an alternative to the first one and is not returned.
+    If a block starts several servers, the later commands are alternatives to the first one and are
+    not returned.
     """
     serving = False
     for line in script.replace("\\\n", " ").splitlines():
@@ -140,8 +141,8 @@ def blocked_commands(script: str) -> list[list[str]]:
 
 
 def check_command(command: list[str], runs_in: Path, *, execute: bool = True) -> None:
-    """Check a command according to its kind, and run it in `runs_in` if it is cheap and `execute`
-    is set.
+    """Check a command according to its kind. Run it in the folder `runs_in` if it is cheap and
+    `execute` is set.
     """
     while command and _ASSIGNMENT.match(command[0]):
         command = command[1:]
@@ -213,7 +214,9 @@ def _check_vllm_omni(arguments: list[str], runs_in: Path, execute: bool) -> None
 
 @cache
 def _run_once(arguments: tuple[str, ...]) -> None:
-    """Run a command at most once per process. Its result must not depend on the folder."""
+    """Run a command at most once per process, in the root of the repository. The result must not
+    depend on the folder.
+    """
     _run(list(arguments), REPO)
 
 
@@ -297,13 +300,15 @@ STAND_INS = {
     '{"hidden_state_layers": [12]}': '{"hidden_state_layers": [1]}',
     "(12, -1)": "(1, -1)",
 }
-"""Text of snippets that would require a download, mapped to text for the page's tiny model."""
+"""Replacements in snippets: text that would require a download, mapped to text for the page's tiny
+model.
+"""
 
 _FILE_OF_READER = re.compile(r"# ((?:vllm_omni|tests|examples)/[\w/]+\.py)\n")
 
 
 def file_of_reader(snippet: Snippet) -> str | None:
-    """Return the file that a block of a tutorial is written to, as its first line says.
+    """Return the file to which a block of a tutorial is written. The block's first line names it.
 
     Returns None for other blocks.
     """
@@ -320,7 +325,7 @@ def snippet_kind(snippet: Snippet) -> str:
 
     Returns:
         `file`: a file of a tutorial, which tests/docs/test_tutorials.py writes and runs.
-        `fragment`: not run, because it uses names that it does not define.
+        `fragment`: not run, because the block uses names that it does not define.
         `plain`: needs neither an engine nor a server, or only defines functions.
         `engine`: starts an engine.
         `client`: calls the server of its page.
@@ -357,8 +362,8 @@ def snippet_kind(snippet: Snippet) -> str:
 
 
 def write_script(snippet: Snippet, folder: Path, port: int | None = None) -> Path:
-    """Write a block as a script, with the replacements in `STAND_INS` and the port of the page's
-    server.
+    """Write a block as a script, with the replacements in `STAND_INS` applied and the port of the
+    page's server filled in.
     """
     text = snippet.text
     for shown, stand_in in STAND_INS.items():
@@ -371,7 +376,9 @@ def write_script(snippet: Snippet, folder: Path, port: int | None = None) -> Pat
 
 
 def server_command(page: Path, folder: Path, port: int) -> list[str]:
-    """Return the page's first `vllm serve` command with a model in `folder`, changed to `port`."""
+    """Return the page's first `vllm serve` command whose model exists in `folder`, with its port
+    changed to `port`.
+    """
     for snippet in snippets(page):
         for command in (
             commands(snippet.text) if snippet.language in ("bash", "sh", "shell") else []

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AR compatibility table matches the outcomes of its tests, and those tests exist."""
+"""The AR compatibility table matches the recorded test outcomes, and the tests with outcomes
+exist.
+"""
 
 from pathlib import Path
 from types import ModuleType
@@ -25,15 +27,15 @@ def test_the_table_is_what_the_outcomes_say(script: ModuleType) -> None:
 
 
 def test_outcomes_are_of_tests_that_exist(script: ModuleType) -> None:
-    """Every recorded outcome belongs to an existing test, so the outcome of a renamed or deleted
-    test must be deleted.
+    """Every recorded outcome belongs to an existing test, so an outcome must be deleted when its
+    test is renamed or deleted.
     """
     assert set(script.read()) <= {mark["test"] for mark in script.marks()}
 
 
 def test_every_row_the_worker_promises_has_a_test(script: ModuleType) -> None:
-    """Every feature that the AR worker promises has a test. The features are those of the issue
-    that requested the worker.
+    """Every feature that the AR worker promises has a test. The features come from the issue that
+    requested the worker.
     """
     names = " ".join(mark["name"] for mark in script.marks())
     for wanted in (

@@ -40,7 +40,9 @@ def of(*languages: str) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Callable[[docs.Snippet], Path]:
-    """Return the folder that all commands of a page share, which looks like a fresh checkout."""
+    """Return a function that maps a snippet to the folder shared by all commands of its page. The
+    folder looks like a fresh checkout.
+    """
 
     @cache
     def folder_for(page: Path) -> Path:
@@ -54,8 +56,8 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Callable[[docs.Snippet],
 
 @of(*SHELL)
 def test_commands_are_real(snippet: docs.Snippet, reader: Callable[[docs.Snippet], Path]) -> None:
-    """Each command runs, is parsed by its program, or has an entry with the reason why it is not
-    run.
+    """Each command runs, is accepted by its program's parser, or has an entry that says why it is
+    not run.
     """
     for command in docs.commands(snippet.text):
         docs.check_command(command, reader(snippet))
@@ -63,8 +65,8 @@ def test_commands_are_real(snippet: docs.Snippet, reader: Callable[[docs.Snippet
 
 @of("python", "py")
 def test_code_compiles_and_its_imports_exist(snippet: docs.Snippet) -> None:
-    """The code of a snippet compiles and its imports exist, so no snippet uses a name that was
-    renamed or removed.
+    """The code of a snippet compiles and its imports exist, so a snippet cannot import a name that
+    was renamed or removed.
     """
     docs.check_python_code(snippet.text)
 
@@ -107,7 +109,9 @@ def prepare(page: Path, folder: Path) -> None:
 
 
 def printed_environment() -> dict[str, str]:
-    """Return this process's environment without the memory limit of the suite's engines."""
+    """Return this process's environment without the variable that limits the memory of the suite's
+    engines.
+    """
     return {name: value for name, value in os.environ.items() if name != "VLLM_CPU_KVCACHE_SPACE"}
 
 
@@ -116,8 +120,8 @@ def printed_environment() -> dict[str, str]:
 def test_a_snippet_with_an_engine_runs(
     snippet: docs.Snippet, reader: Callable[[docs.Snippet], Path]
 ) -> None:
-    """A snippet with an engine runs with the models that its page creates and without environment
-    variables.
+    """A snippet that starts an engine runs with the models that its page creates, without setting
+    environment variables.
     """
     folder = reader(snippet)
     prepare(snippet.path, folder)
@@ -139,7 +143,7 @@ def test_a_snippet_with_an_engine_runs(
 def test_a_snippet_of_a_client_runs(
     snippet: docs.Snippet, reader: Callable[[docs.Snippet], Path]
 ) -> None:
-    """A snippet of a client runs against the server that its page starts."""
+    """A client snippet runs against the server that its page starts."""
     folder, port = reader(snippet), port_for_a_server()
     prepare(snippet.path, folder)
     arguments = docs.server_command(snippet.path, folder, port)
@@ -166,8 +170,8 @@ def test_json_is_json(snippet: docs.Snippet) -> None:
 
 
 def test_every_block_names_its_language() -> None:
-    """Every fenced block names its language, because a block without one would not be tested. Plain
-    text is `text`.
+    """Every fenced block names its language, because a block without a language would not be
+    tested. Blocks of plain text use the language `text`.
     """
     known = {
         *SHELL,
@@ -200,8 +204,8 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 @of(*SHELL)
 def test_a_block_can_be_pasted(snippet: docs.Snippet) -> None:
-    """A block can be pasted: a command that keeps running is the last one, except for alternatives
-    to it.
+    """A block can be pasted into a shell: a command that keeps running is the last one in its
+    block, except for alternatives to it.
     """
     assert docs.blocked_commands(snippet.text) == []
 
@@ -227,7 +231,7 @@ def test_no_text_installs_the_other_project_of_this_name() -> None:
 
 
 def test_the_readme_shows_the_two_commands() -> None:
-    """The README shows `make demo` and `make test`, because a newcomer requires only these two
+    """The README shows `make demo` and `make test`, because a newcomer needs only these two
     commands.
     """
     shown = [
@@ -241,8 +245,8 @@ def test_the_readme_shows_the_two_commands() -> None:
 
 
 def test_the_readme_names_the_weights_whose_licence_must_be_accepted() -> None:
-    """The README's table row of weights with a licence names the option that is required to
-    download them.
+    """If the licence of released weights must be accepted, their table row in the README names the
+    option needed to download them.
     """
     table = (docs.REPO / "README.md").read_text().partition("| weights | licence |")[2]
     accepted = [
@@ -276,7 +280,7 @@ def released(family: str, name: str) -> HubSource | None:
     "folder", ["vllm_omni", "benchmarks", "scripts", "deploy", "examples", "docs"]
 )
 def test_tests_that_are_named_exist(folder: str) -> None:
-    """Tests that docstrings and pages name exist."""
+    """Tests named in docstrings and pages exist."""
     texts = [
         path
         for suffix in ("*.py", "*.md")

@@ -45,9 +45,10 @@ def test_what_a_page_links_to_is_laid_out(tmp_path: Path) -> None:
 
 
 def test_the_film_is_one_that_its_script_writes(tmp_path: Path) -> None:
-    """The film in the README has the size of the shipped world.
+    """The animation in the README has the size that `scripts/film.py` gives to a video of the
+    shipped world.
 
-    scripts/film.py halves the frames of the demo's video and enlarges them.
+    The script drops every second frame of the demo's video and enlarges the rest.
     """
     film = load_script(docs.REPO / "scripts" / "film.py")
     frames_THWC = np.random.default_rng(0).integers(0, 256, (5, 96, 160, 3), np.uint8)
@@ -60,7 +61,8 @@ def test_the_film_is_one_that_its_script_writes(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """The strict build fails on a page outside the navigation, a dead link or a dead anchor.
+    """The strict build passes. It would fail on a page outside the navigation, a dead link or a
+    dead anchor.
 
     `make nightly` installs MkDocs.
     """
@@ -72,8 +74,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 def pages_with(word: str, site: Path) -> list[str]:
-    """Return the addresses of the pages that the site's search finds for a word. The components of
-    paths are words.
+    """Return the addresses of the pages that the site's search finds for a word. Each component of
+    a path counts as a word.
     """
     index = json.loads((site / "search" / "search_index.json").read_text())
     return [

@@ -32,10 +32,10 @@ GOLDEN = sorted(path for path in (docs.REPO / "tests" / "golden").iterdir() if p
 
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda path: path.name)
 def test_recorded_tensors_state_their_origin(folder: Path) -> None:
-    """A folder of golden tensors states the source repository, commit, sizes, seed and changes to
-    the source.
+    """The README of a folder of golden tensors states the source repository, its commit, the sizes,
+    the seed and any changes to the source.
 
-    If one of these is unknown, the README says so.
+    If any of this information is unknown, the README says so.
     """
     _, heading, section = (folder / "README.md").read_text().partition("\n## Recorded from\n")
     assert heading

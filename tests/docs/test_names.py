@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names in back quotes exist, in pages and in docstrings of the package."""
+"""Names in back quotes in pages and in the package's docstrings exist."""
 
 import argparse
 import re
@@ -86,7 +86,7 @@ def test_names_in_docstrings_exist() -> None:
 
 
 def test_every_exception_is_needed() -> None:
-    """Every name in `ELSEWHERE` is still in use, so no exception is left over."""
+    """Every name in `ELSEWHERE` is still in use, so the list contains no obsolete entry."""
     written = {name for path in PAGES for name in names.quoted(path.read_text())}
     written |= {
         name for path in MODULES for name in names.quoted(names.docstrings(names.trees()[path]))
@@ -96,7 +96,7 @@ def test_every_exception_is_needed() -> None:
 
 @cache
 def flags() -> frozenset[str]:
-    """Return the options of all programs that pages name.
+    """Return the options of all programs that are named in pages.
 
     The programs are `vllm serve` with and without `--omni`, `vllm-omni`, this repository's scripts,
     pip, uv, Ray, Docker, kubectl and pytest.
@@ -150,5 +150,7 @@ def unknown_flags(text: str) -> list[str]:
     ids=lambda path: str(path.relative_to(docs.REPO)),
 )
 def test_flags_in_a_page_exist(path: Path) -> None:
-    """Options that a page names exist, even in sentences and tables, where no command is parsed."""
+    """Options named in a page exist. This includes options in sentences and tables, where no
+    command is parsed.
+    """
     assert unknown_flags(path.read_text()) == []

@@ -30,7 +30,8 @@ def defaults(*structs: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def rows(page: str, prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield (name without `prefix`, default) of each table row of `page` that starts with names.
+    """Yield (name without `prefix`, default) for each table row of `page` whose first cell contains
+    names.
 
     A row may have several names.
     """
@@ -84,7 +85,7 @@ def test_defaults_are_those_that_hold(
 
 
 def test_every_bound_of_the_endpoints_is_in_a_table() -> None:
-    """Every limit that an operator may set is documented."""
+    """Every limit that an operator can set is listed in a table."""
     pages = (
         "reference/realtime_world_camera.md",
         "reference/realtime_video.md",

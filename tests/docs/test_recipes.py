@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For the most recent change of each kind, the files that the recipes of CONTRIBUTING.md list
-exist.
-"""
+"""The files that a recipe in CONTRIBUTING.md lists exist for the most recent change of its kind."""
 
 import re
 from pathlib import Path
@@ -24,11 +22,11 @@ LAST_ADDED = {
     "Add a role": "vae",
     "Support a version of vLLM": "0.33",
 }
-"""Name of the most recent change of each kind, by the title of its recipe."""
+"""For each recipe title, the name of the most recent change of that kind."""
 
 
 def recipe(title: str) -> list[str]:
-    """Return the first column of a recipe's table, which lists files and folders."""
+    """Return the first column of a recipe's table, which contains files and folders."""
     section = CONTRIBUTING.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
     return [
         match[1] for line in section.splitlines() if (match := re.match(r"\| `([^`]+)` \|", line))
@@ -42,7 +40,7 @@ def test_every_recipe_is_held() -> None:
 
 @pytest.mark.parametrize("title", LAST_ADDED)
 def test_the_files_of_a_recipe_are_there(title: str) -> None:
-    """The files and folders of a recipe exist. A path of a folder ends with a slash."""
+    """The files and folders listed in a recipe exist. Paths of folders end with a slash."""
     paths = [path.replace("<name>", LAST_ADDED[title]) for path in recipe(title)]
     assert len(paths) >= 4
     positions = {path: docs.REPO / path for path in paths}
@@ -57,7 +55,7 @@ def test_a_family_is_its_folder_a_tiny_module_and_two_lines_of_the_registry() ->
     """A model family consists of its folder, a tiny module and two lines of the registry, as the
     first recipe says.
 
-    The null models are in `testing/`, because users cannot serve them.
+    The null models are in `testing/` instead, because users cannot serve them.
     """
     models, testing = (
         docs.REPO / "vllm_omni" / "model_executor" / "models",
@@ -75,8 +73,8 @@ def test_a_family_is_its_folder_a_tiny_module_and_two_lines_of_the_registry() ->
 
 
 def test_a_model_is_in_the_pages_that_its_recipe_lists() -> None:
-    """The navigation contains the notes of every served family, and the README's table contains its
-    folder.
+    """The site navigation contains the notes on every served family, and the README's table
+    contains the family's folder.
     """
     served = [
         name
@@ -110,7 +108,7 @@ def test_an_endpoint_is_in_the_pages_that_its_recipe_lists() -> None:
 
 def test_an_http_endpoint_is_in_the_pages_and_tests_that_its_recipe_lists(tmp_path: Path) -> None:
     """Every route with an OpenAPI description is documented on a page and covered by the test of
-    methods.
+    HTTP methods.
     """
     pages = "".join(path.read_text() for path in (docs.REPO / "docs").rglob("*.md"))
     pages = re.sub(r"\{\w+\}", "{id}", pages)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every sentence about a refusal, in pages and in texts of options, has an entry here that verifies
-it.
+"""Every sentence about a refusal, in pages and in option descriptions, has an entry in this file
+that verifies it.
 
-`AT_START` contains combinations of options that must raise before any process starts. The
-tests configure them as `vllm serve` does. `HELD_BY` maps refusals of requests, files and readers to
-the tests that verify them.
+`AT_START` contains combinations of options that must raise before any process starts. The tests
+create the engine configuration as `vllm serve` does. `HELD_BY` maps refusals of requests, files and
+slow readers to the tests that verify them.
 """
 
 import ast
@@ -35,7 +35,7 @@ PAGES = [
 ]
 
 Case = tuple[str, dict[str, Any], dict[str, Any]]
-"""A model, options under `omni`, and arguments of vLLM's engine."""
+"""A model, its options under `omni`, and vLLM engine arguments."""
 
 PP2, PP3, TP2, TP3 = (
     {"pipeline_parallel_size": 2},
@@ -181,7 +181,9 @@ AT_START: dict[str, list[Case]] = {
     ],
     "**Async scheduling is refused.**": [("null_world", {}, {"async_scheduling": True})],
 }
-"""Configurations that must be refused, by an excerpt of the sentence or table row that says so."""
+"""Configurations that must be refused. Each key is an excerpt of the sentence or table row that
+describes the refusal.
+"""
 
 HELD_BY = {
     # releasing.md
@@ -504,7 +506,7 @@ HELD_BY = {
     ),
     "Every other combination is refused before any process starts": "tests/test_combinations.py",
 }
-"""The test that verifies a refusal, by an excerpt of the sentence that describes it."""
+"""Tests that verify refusals. Each key is an excerpt of the sentence that describes the refusal."""
 
 
 def sentences(path: Path) -> Iterator[str]:
@@ -525,8 +527,8 @@ def sentences(path: Path) -> Iterator[str]:
 def refusals(path: Path) -> list[str]:
     """Return the sentences that describe a refusal, and the rows of the table of further refusals.
 
-    Generated pages are excluded. tests/test_engine_arguments.py checks the rows of engine
-    arguments, and the options page quotes docstrings, which are included.
+    Generated pages are excluded: tests/test_engine_arguments.py checks the table of engine
+    arguments, and the options page quotes docstrings, which this function reads directly.
     """
     if path.name in ("engine_arguments.md", "options.md"):
         return []
@@ -563,7 +565,7 @@ def configure(model: Path, omni: dict[str, Any], arguments: dict[str, Any]) -> V
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(docs.REPO)))
 def test_every_sentence_about_a_refusal_is_held(path: Path) -> None:
-    """Every sentence about a refusal has an entry in this file."""
+    """Every sentence about a refusal matches an entry in this file."""
     known = [*AT_START, *HELD_BY, "the same, refusing", "a snapshot taken with another split"]
     assert [
         sentence for sentence in refusals(path) if not any(part in sentence for part in known)
@@ -571,7 +573,9 @@ def test_every_sentence_about_a_refusal_is_held(path: Path) -> None:
 
 
 def test_no_entry_is_left_over() -> None:
-    """Every entry matches a sentence. If a sentence changes, its entry must change too."""
+    """Every entry in this file matches a sentence, so an entry must change together with its
+    sentence.
+    """
     written = [sentence for path in PAGES for sentence in refusals(path)]
     assert [
         part for part in (*AT_START, *HELD_BY) if not any(part in sentence for sentence in written)
@@ -580,8 +584,8 @@ def test_no_entry_is_left_over() -> None:
 
 @pytest.mark.parametrize("part", [part for part, cases in AT_START.items() if cases])
 def test_what_a_page_calls_refused_is_refused(part: str, folder: Path) -> None:
-    """A configuration that a page calls refused raises an error with a reason before any process
-    starts.
+    """A configuration that a page describes as refused raises an error with a reason before any
+    process starts.
     """
     for model, omni, arguments in AT_START[part]:
         with pytest.raises(ValueError, match=r"omni|parallel|async") as refused:
@@ -603,8 +607,8 @@ def test_what_a_page_calls_refused_is_refused(part: str, folder: Path) -> None:
     ids=str,
 )
 def test_what_is_close_to_it_and_works_is_not_refused(case: Case, folder: Path) -> None:
-    """A valid configuration that is similar to a refused one works, so the refusal has no other
-    cause.
+    """A valid configuration that is similar to a refused one is accepted, so the similar one is not
+    refused for some other reason.
     """
     model, omni, arguments = case
     config = configure(checkpoint(folder, model), omni, arguments)

@@ -31,7 +31,9 @@ def test_the_committed_quality_page_is_generated_from_the_scores() -> None:
 
 
 def test_a_result_without_a_record_is_refused(tmp_path: Path) -> None:
-    """A result file that no page shows is refused, so that none is left in the tree."""
+    """A result file that no page shows is refused, so that unused result files do not stay in the
+    repository.
+    """
     (tmp_path / "run.json").write_text(
         json.dumps({"date": "2026-01-01", "command": "python run.py"})
     )

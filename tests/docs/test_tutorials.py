@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tutorials work as printed. The tests write their files, apply their changes and run their
+"""Tutorials work as printed. The tests write the files of a tutorial, apply its changes and run its
 commands.
 """
 
@@ -26,8 +26,8 @@ CHANGE = "## 6. Now change it"
 
 
 class Checkout:
-    """A checkout that a reader edits. It consists of links to the files of this checkout, and the
-    reader's own files.
+    """A checkout as edited by a reader: links to the files of this checkout, plus the reader's own
+    files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,8 +47,8 @@ class Checkout:
             file.write(text + "\n")
 
     def apply_change(self, text: str) -> None:
-        """Apply a `diff` block, which contains `--- FILE` and then lines that start with a space,
-        `-` or `+`.
+        """Apply a `diff` block: a line `--- FILE`, followed by lines that start with a space, `-`
+        or `+`.
         """
         name, *lines = text.splitlines()
         path = self.folder / name.removeprefix("--- ")
@@ -60,7 +60,9 @@ class Checkout:
         path.write_text(content.replace(old, new)[1:])
 
     def run_command(self, command: list[str], port: int = 0) -> subprocess.CompletedProcess[str]:
-        """Run one command of the page to its end. A client's command uses the server at `port`."""
+        """Run one command of the page until it exits. A client command connects to the server at
+        `port`.
+        """
         if command[0] == "vllm-omni":
             command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", *command[1:]]
         else:
@@ -98,8 +100,8 @@ class Checkout:
 
 
 def parts(*, changed: bool) -> list[docs.Snippet]:
-    """Return the blocks of the page's change if `changed` is set, and otherwise the blocks before
-    it.
+    """Return the blocks of the page's "change" section if `changed` is set, and otherwise the
+    blocks before that section.
     """
     line = PAGE.read_text().split(CHANGE)[0].count("\n")
     return [snippet for snippet in docs.snippets(PAGE) if (snippet.line > line) == changed]
@@ -179,8 +181,8 @@ def test_the_tutorial_works_as_printed(checkout: Checkout) -> None:
     assert refused.returncode != 0 and "run" in refused.stdout + refused.stderr
     assert len(frames) == 1 + 4 * 11 and frames.shape[1:] == (96, 160, 3)
     # Frame 20 is the last frame that moves to the right, five latent frames after frame 0. The
-    # tolerance allows for the loss of H.264: the measured difference was 0.7, and at least 40 at
-    # any other position.
+    # tolerance allows for H.264 compression loss: the measured difference was 0.7, and at least 40
+    # for any other position.
     assert np.abs(moved(frames[0], columns=5) - frames[20]).mean() < 8
     edit(checkout, changed=True)
     with checkout.serve(serve_again) as port:
@@ -190,14 +192,14 @@ def test_the_tutorial_works_as_printed(checkout: Checkout) -> None:
 
 def moved(frame: np.ndarray, columns: int) -> np.ndarray:
     """Return the frame after the camera has moved `columns` steps of 8 pixels to the right. The
-    floor repeats after 64.
+    floor pattern repeats every 64 pixels.
     """
     longer = np.concatenate([frame, frame[:, 32:96]], axis=1)
     return longer[:, np.arange(160) + columns * 8 % 64].astype(np.float64)
 
 
 def test_the_page_is_all_run() -> None:
-    """The tests above run every command of the page."""
+    """The tests above run every command on the page."""
     assert [command[0] for command in commands(changed=False)] == ["vllm-omni", "vllm", "python"]
     assert [command[0] for command in commands(changed=True)] == ["vllm", "python"]
     assert re.search(r"^" + re.escape(CHANGE) + "$", PAGE.read_text(), re.M)

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An AsyncLLM on CUDA with either generation of vLLM's model runner, and tolerances for hidden
-states in bf16.
+"""An AsyncLLM on CUDA with the V1 or V2 generation of vLLM's model runner, and tolerances for bf16
+hidden states.
 
 bf16 rounds after every operation, and the error grows with depth: transformers' own bf16 hidden
 states of this tiny model differ by up to 13 % from its fp32 ones. The reference is therefore the
 fp32 forward pass. The error of the engine's bf16 hidden states may be at most 1.5 times that of
-transformers. The hidden states of a wrong token would differ many times as much.
+transformers. The hidden states of a wrong token would have an error many times larger.
 
-An engine in fp32 is compared directly. Attention in fp32 on CUDA uses vLLM's Triton kernel, which
-by default multiplies in TF32 (10 bits of mantissa). This changes the last hidden states by 0.2 to
-0.4 % (emulated in transformers on a CPU; 0.3 to 0.5 % on an H200) and can change which token is
-chosen in a close decision. `Engine` therefore requests IEEE products from Triton.
+The hidden states of an fp32 engine are compared directly. Attention in fp32 on CUDA uses vLLM's
+Triton kernel, which by default multiplies in TF32 (10 bits of mantissa). This changes the last
+hidden states by 0.2 to 0.4 % (emulated in transformers on a CPU; 0.3 to 0.5 % on an H200) and can
+change the sampled token when two tokens have almost equal logits. `Engine` therefore makes Triton
+use IEEE fp32 products.
 """
 
 import asyncio
@@ -34,12 +35,15 @@ SHARED_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 28}
 can share a GPU.
 """
 FP32_ERROR = 1e-3
-"""Relative tolerance in fp32, because sums are computed in a different order.
+"""Relative tolerance for fp32 hidden states, because the engine and the reference sum in different
+orders.
 
-The error with TF32 is 2 to 5 times as large, and the error for a wrong token 1000 times.
+The error with TF32 is 2 to 5 times this value, and the error for a wrong token 1000 times.
 """
 IEEE_PRODUCTS = {"TRITON_F32_DEFAULT": "ieee"}
-"""Environment variable of the worker that makes Triton multiply fp32 values in fp32."""
+"""Environment variable for the worker that makes Triton multiply fp32 values in full fp32
+precision.
+"""
 WIDTH = 256
 """Hidden size of the model that `write_model` writes."""
 PROMPTS = [
@@ -101,8 +105,8 @@ class Engine:
     def run(
         self, *requests: tuple[str, SamplingParams] | tuple[str, SamplingParams, Any]
     ) -> list[list[Any]]:
-        """Run all requests concurrently and return all outputs of each. A request consists of a
-        prompt, parameters and optionally a LoRA adapter.
+        """Run all requests concurrently; return all outputs of each request. A request consists of
+        a prompt, sampling parameters and optionally a LoRA adapter.
         """
 
         async def stream(prompt: str, sampling: SamplingParams, adapter: Any = None) -> list[Any]:
@@ -194,8 +198,8 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def check_ngram_drafts(model: Path, reference: Reference, runner: str) -> None:
-    """Check with ngram drafts on the GPU that only accepted tokens have hidden states and that
-    these equal transformers'.
+    """Check, with ngram drafts computed on the GPU, that only accepted tokens have hidden states
+    and that they equal those of transformers.
     """
     speculative = {
         "method": "ngram_gpu",
@@ -211,8 +215,8 @@ def check_ngram_drafts(model: Path, reference: Reference, runner: str) -> None:
 
 
 def write_adapter(model: Path, folder: Path, rank: int = 8) -> Callable[[Any], None]:
-    """Save a random LoRA adapter of q_proj and v_proj; return a function that adds the adapter to a
-    model.
+    """Save a random LoRA adapter for q_proj and v_proj; return a function that adds the adapter to
+    a model.
     """
     config = json.loads((model / "config.json").read_text())
     head = config["hidden_size"] // config["num_attention_heads"]

@@ -18,8 +18,8 @@ DRAFTER_LAYERS = (2, 4, 5)
 def write_eagle3_drafter(model: Path, out: Path) -> Path:
     """Write a random EAGLE-3 drafter for `model` to `out`.
 
-    The drafter is one block over the embedding and three layers of `model`. It has its own head and
-    uses the embeddings of `model`.
+    The drafter has one block, which reads the token embeddings and the hidden states of three
+    layers of `model`. It has its own head and shares the embedding table of `model`.
     """
     target = json.loads((model / "config.json").read_text())
     width, inner = target["hidden_size"], target["intermediate_size"]

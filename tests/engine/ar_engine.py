@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real autoregressive engine with this package's worker and scheduler, and the reference for its
-hidden states.
+"""A real autoregressive engine with this package's worker and scheduler, and reference hidden
+states from transformers.
 """
 
 import contextlib
@@ -100,7 +100,7 @@ def states_of(output: RequestOutput) -> HiddenStates:
 def assert_hidden_states(
     output: RequestOutput, reference: Reference, mode: str = "all", layers: Sequence[int] = (-1,)
 ) -> None:
-    """Check that an output has the hidden states of `mode` for the right tokens.
+    """Check that an output contains the hidden states that `mode` selects, for the right tokens.
 
     The hidden states must equal transformers' within 1e-4, because fp32 sums are computed in a
     different order.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a language model under torchrun: two ranks with an engine each run a script that checks its
-results.
+"""Run a language model under torchrun: each of two ranks has its own engine and runs a script that
+checks the engine's results.
 
-The script calls `step(...)` after each check, so the output of a script that times out shows its
-progress. The script calls `report_success()` at its end.
+The script calls `step(...)` after each check, so the output shows how far a script got if it times
+out. The script calls `report_success()` at its end.
 """
 
 import os
@@ -20,8 +20,8 @@ _Started_S = time.monotonic()
 def run_two_ranks(
     script: str, folder: Path, arguments: list[str], limit_s: float, **environment: str
 ) -> None:
-    """Run `script` on two ranks within `limit_s`. The script can import the modules of this
-    folder.
+    """Run `script` on two ranks; it must finish within `limit_s`. The script can import the modules
+    in this folder.
     """
     path = folder / "ranks.py"
     path.write_text(script)
@@ -40,7 +40,9 @@ def run_two_ranks(
 
 
 def step(done: str) -> None:
-    """Print `done` and the time since this module was imported. A rank's script calls this."""
+    """Print `done` and the time since this module was imported. The scripts of the ranks call this
+    function.
+    """
     print(
         f"rank {os.environ['RANK']}: {done} after {time.monotonic() - _Started_S:.0f} s", flush=True
     )

@@ -86,8 +86,8 @@ def write_tiny_qwen2_vl(out: Path) -> Path:
 def check_image_request(model: Path, tolerance: float = 1e-4, **engine_args: Any) -> None:
     """Check that hidden states of requests with an image equal those of transformers.
 
-    Two requests have the image, one of them without hidden states, and one request has no image.
-    `tolerance` is absolute and relative, in fp32.
+    Two requests contain an image, and one of them asks for no hidden states. A third request
+    contains no image. `tolerance` is absolute and relative, in fp32.
     """
     from transformers import AutoProcessor, Qwen2VLForConditionalGeneration
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine on the null world that all tests with default options share.
+"""A null-world engine shared by all tests that need only default options.
 
-The engine is shared because starting one takes most of a test's time.
+The engine is shared because starting an engine takes most of a test's time.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers for `--worker-cls` that simulate faults.
 
-A model fails on one rank or produces NaN for a given prompt, or the pipeline stages are slow.
+The simulated faults are a model that fails on one rank or produces NaN for a given prompt, and slow
+pipeline stages.
 """
 
 import time
@@ -20,7 +21,7 @@ def fault(rank: int, method: str) -> str:
 
 
 NAN = "latents that are not finite"
-"""Prompt for which the rank that runs the last step of a chunk produces NaN."""
+"""Prompt that makes the rank that runs the last step of a chunk produce NaN."""
 
 SLOW_STEP_S = 0.2
 """Duration of a slow step, which is longer than a step of a tiny model on a busy machine."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program that runs an engine over Ray and checks or stores the results.
+"""A program that runs an engine on a Ray cluster and checks or stores the results.
 
 `ray_walk.py diffusion MODEL OUT.safetensors '{"tensor_parallel_size": 2}'` stores the latents of
 three sessions. `ray_walk.py ar MODEL - ARGS` compares hidden states with a transformers forward
 pass. Both commands print the Ray node of each worker as JSON. The program runs in a separate
-process because vLLM selects its platform when it is first imported, which has already happened in a
-test process.
+process because vLLM selects its platform when it is first imported, and a test process has already
+imported vLLM.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ CHUNKS, SESSIONS = 3, 3
 
 
 def worker_nodes() -> list[str]:
-    """Return the Ray node of each worker that Ray has placed."""
+    """Return the node on which Ray has placed each worker."""
     import ray
 
     ray.init(log_to_driver=False, ignore_reinit_error=True)

@@ -19,7 +19,7 @@ from vllm_omni.worker import SharedGPUWorker
 FOLDER = "OMNI_TEST_EXCHANGES"
 """Environment variable with the directory of the records.
 
-Each rank writes `rank{N}.jsonl` with a line [kind, partners, group] for each exchange.
+Each rank writes `rank{N}.jsonl` with one line [kind, partners, group] per exchange.
 """
 
 

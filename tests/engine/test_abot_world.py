@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ABot-World-0 (tiny) in the real engine: keys, references, prompts, refusals, two ranks and
+"""ABot-World-0 (tiny) in the real engine: keys, reference images, prompts, refusals, two ranks and
 FP8.
 """
 
@@ -77,10 +77,11 @@ def alone(one_rank: SharedEngine) -> torch.Tensor:
 
 
 def test_a_world_is_played_through_the_engine(one_rank: SharedEngine, alone: torch.Tensor) -> None:
-    """Concurrent sessions equal sessions that run by themselves, at first and at later chunks.
+    """Concurrent sessions equal sessions that run by themselves, both in their first and in later
+    chunks.
 
-    References and prompts have an effect, forks and resets are exact, and refusals affect no
-    session.
+    Reference images and prompts affect the latents, forks and resets are exact, and a refusal
+    affects no session.
     """
     client = one_rank.client
 
@@ -113,7 +114,9 @@ def test_a_world_is_played_through_the_engine(one_rank: SharedEngine, alone: tor
 
 @pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_ranks_agree_with_one(checkpoint: Path, alone: torch.Tensor, parallel: str) -> None:
-    """Two ranks return the latents of one rank. Pipeline stages compute exactly the same sums."""
+    """Two ranks return the same latents as one rank. With pipeline stages they are bit-identical,
+    because every sum is the same.
+    """
     difference = (played(checkpoint, **{parallel: 2}) - alone).abs().max()
     assert difference <= (0.0 if parallel == "pipeline_parallel_size" else TOLERANCE)
 

@@ -2,8 +2,8 @@
 """The AR worker in a real engine returns the text of stock vLLM and the hidden states of
 transformers.
 
-All tests of this file share one engine with chunked prefill (a budget of 16 tokens) and prefix
-caching. It retains layers 0 and 2.
+All tests in this file share one engine with chunked prefill (16 tokens per step) and prefix
+caching. The engine retains the hidden states of layers 0 and 2.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ class Engine:
         ]
 
     def run(self, *requests: tuple[str, SamplingParams]) -> list[list[RequestOutput]]:
-        """Run all requests concurrently and return all outputs of each."""
+        """Run all requests concurrently; return all outputs of each request."""
 
         async def together() -> Any:
             return await asyncio.gather(*(self._stream(*request) for request in requests))
@@ -80,7 +80,7 @@ class Engine:
 @pytest.fixture(scope="module")
 def engine(tiny_language_model: Path) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as patch:
-        # For log probabilities, vLLM would compile a function even with an eager model, which takes
+        # vLLM would compile a function for log probabilities even with an eager model, which takes
         # 13 s.
         patch.setenv("TORCHDYNAMO_DISABLE", "1")
         running = Engine(tiny_language_model)
@@ -92,8 +92,8 @@ def engine(tiny_language_model: Path) -> Iterator[Engine]:
 @feature("chunked prefill")
 @pytest.mark.parametrize("mode", ["all", "generated", "last"])
 def test_a_prompt_in_chunks(engine: Engine, mode: str) -> None:
-    """A prompt of 50 tokens in four prefill steps yields the hidden states of every step once, in
-    order.
+    """A 50-token prompt that is prefilled in four steps yields the hidden states of every step
+    once, in order.
     """
     output = engine.final(f"{PROMPTS[0]} and the {mode} one", params(mode, (-1, 0, 2)))
     assert len(output.prompt_token_ids or []) > 3 * 16
@@ -102,9 +102,9 @@ def test_a_prompt_in_chunks(engine: Engine, mode: str) -> None:
 
 @feature("mixed batches")
 def test_requests_without_hidden_states_are_unchanged(engine: Engine) -> None:
-    """A request without hidden states is not affected by requests with hidden states in its batch.
+    """A request that asks for no hidden states is unaffected by requests in its batch that do.
 
-    The request has the text of a run by itself and no hidden states.
+    Its output has the same text as when the request runs by itself, and no hidden states.
     """
     alone = [engine.final(prompt, params(None)).outputs[0] for prompt in PROMPTS]
     requested = [
@@ -146,10 +146,10 @@ def test_mode_all_computes_cached_tokens_again(engine: Engine) -> None:
 
 @feature("streaming")
 def test_deltas_carry_the_new_hidden_states(engine: Engine) -> None:
-    """With deltas, the first output has the hidden states of the prompt, and later ones those of
-    their tokens.
+    """With delta outputs, the first output contains the hidden states of the prompt, and later
+    outputs contain those of their own tokens.
 
-    Together the outputs are complete.
+    Together, the outputs contain every hidden state.
     """
     [outputs] = engine.run(
         (PROMPTS[0], params("all", max_tokens=60, output_kind=RequestOutputKind.DELTA))
@@ -209,8 +209,8 @@ def test_each_completion_has_its_own_hidden_states(engine: Engine) -> None:
 @feature("stop strings")
 @pytest.mark.parametrize("mode", ["all", "last"])
 def test_a_stop_string_cuts_hidden_states_with_tokens(engine: Engine, mode: str) -> None:
-    """The front end detects a stop string and cuts tokens and hidden states. The last token that
-    remains has no hidden state.
+    """When the front end detects a stop string, it truncates the tokens and the hidden states. The
+    last remaining token has no hidden state.
     """
     free = engine.final(PROMPTS[0], params(None, max_tokens=30, ignore_eos=True))
     stop = next(part for part in free.outputs[0].text[2:] if part.isascii() and part.isprintable())
@@ -222,7 +222,7 @@ def test_a_stop_string_cuts_hidden_states_with_tokens(engine: Engine, mode: str)
 @feature("grammar masks (structured outputs)")
 @pytest.mark.parametrize("mode", ["all", "generated"])
 def test_structured_outputs_with_hidden_states(engine: Engine, mode: str) -> None:
-    """With structured outputs, the text of a request with hidden states equals the text of one
+    """With structured outputs, a request with hidden states returns the same text as a request
     without.
     """
     grammar = {
@@ -243,8 +243,8 @@ def test_structured_outputs_with_hidden_states(engine: Engine, mode: str) -> Non
 def test_other_sampling_options_are_unchanged(engine: Engine) -> None:
     options: dict[str, Any] = {"temperature": 0.8, "seed": 3, "logprobs": 2, "prompt_logprobs": 1}
     options |= {"repetition_penalty": 1.2, "min_tokens": 3}
-    # The prompt is short because vLLM's CPU runner cannot split the prompt of a seeded request
-    # ("CPU Generator does not use offset").
+    # The prompt is short because vLLM's CPU runner cannot prefill a seeded request in several
+    # chunks ("CPU Generator does not use offset").
     plain, output = (engine.final(PROMPTS[2], params(mode, **options)) for mode in (None, "all"))
     assert plain.outputs[0].token_ids == output.outputs[0].token_ids
     assert plain.outputs[0].cumulative_logprob == pytest.approx(
@@ -256,8 +256,8 @@ def test_other_sampling_options_are_unchanged(engine: Engine) -> None:
 
 @feature("size limit")
 def test_the_byte_limit_fails_only_its_request(engine: Engine) -> None:
-    """Exceeding the limit of 250 hidden states fails only the request that does so, not the other
-    requests of its batch.
+    """A request that exceeds the limit of 250 hidden states fails, and the other requests in its
+    batch do not.
     """
     long = "the sea is blue " * 17
     kinds = {"output_kind": RequestOutputKind.FINAL_ONLY}
@@ -302,8 +302,8 @@ def test_an_invalid_request_fails_with_the_reason(engine: Engine, omni: Any, cod
 def test_only_requested_hidden_states_are_copied(
     engine: Engine, mode: str | None, num_states: int
 ) -> None:
-    """The engine copies tokens x layers x width x 4 bytes for a request with hidden states, and
-    none for other requests.
+    """For a request with hidden states, the engine copies tokens x layers x width x 4 bytes; for
+    other requests, it copies nothing.
     """
     before = engine.rpc("hidden_states_stats")["bytes_copied"]
     engine.final(PROMPTS[1], params(mode, (0, -1)))

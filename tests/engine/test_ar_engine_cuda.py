@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AR worker on CUDA: both runner generations, async scheduling, CUDA graphs, speculation and
-adapters.
+"""The AR worker on CUDA: both runner generations, async scheduling, CUDA graphs, speculative
+decoding and adapters.
 
-The file starts only five engines, because a start takes most of a test's time.
+The file starts only five engines, because starting an engine takes most of a test's time.
 test_ar_features_cuda.py covers the features that need further engines.
 """
 
@@ -54,8 +54,8 @@ def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def exact(model: Path) -> Iterator[Engine]:
-    """An engine with runner V2 in fp32, in which tokens and hidden states of different runs can be
-    compared.
+    """An fp32 engine with runner V2, whose tokens and hidden states can be compared between
+    runs.
     """
     with Engine(model, "V2", dtype="float32") as running:
         yield running
@@ -103,8 +103,8 @@ def test_deltas_join_to_all_hidden_states(engine: Engine, reference: Reference) 
 @feature("chunked prefill", "V2")
 @feature("prefix caching", "V2")
 def test_cached_and_chunked_prompts_are_complete(engine: Engine, reference: Reference) -> None:
-    """A prompt of 204 tokens runs twice in chunks of 64. Mode `all` skips the prefix cache and mode
-    `generated` uses it.
+    """A 204-token prompt that runs twice in chunks of 64 yields all of its hidden states. Mode
+    `all` skips the prefix cache, and mode `generated` uses it.
     """
     for mode in ("all", "all", "generated"):
         [[output]] = engine.run((PROMPTS[3], params(mode, max_tokens=6, output_kind=FINAL)))
@@ -125,8 +125,8 @@ def test_structured_outputs_with_hidden_states(engine: Engine, reference: Refere
 
 @feature("bytes copied = bytes asked for", "V2")
 def test_only_requested_hidden_states_are_copied(engine: Engine) -> None:
-    """The engine copies only requested hidden states, and at most one more, because it may compute
-    one further token.
+    """The engine copies only requested hidden states, plus at most one, because it may compute one
+    token too many.
     """
     before = engine.stats()["bytes_copied"]
     engine.run((PROMPTS[1], params(None, max_tokens=10, output_kind=FINAL)))
@@ -174,9 +174,9 @@ def test_each_completion_has_its_own_hidden_states(engine: Engine, reference: Re
 
 @feature("size limit", "V2")
 def test_the_byte_limit_fails_only_its_request(engine: Engine, reference: Reference) -> None:
-    """Exceeding the limit of 260 hidden states fails only the request that does so.
+    """Requests that exceed the limit of 260 hidden states fail, and other requests do not.
 
-    One request exceeds the limit in its prompt and one while generating.
+    One request exceeds the limit with its prompt, and another one while it generates.
     """
     long, layers = "the sea is blue " * 17, (0, 2, -1)
     outputs = engine.run(
@@ -198,8 +198,8 @@ def test_the_byte_limit_fails_only_its_request(engine: Engine, reference: Refere
 def test_hidden_states_in_fp32_equal_transformers(
     exact: Engine, exact_reference: Reference
 ) -> None:
-    """In fp32, the hidden states of two layers equal transformers' within 1e-3, for prompts and
-    generated tokens.
+    """In fp32, the hidden states of two layers equal those of transformers within 1e-3, for prompt
+    tokens and generated tokens.
     """
     requested = params("all", (2, -1), max_tokens=12, output_kind=FINAL)
     for [output] in exact.run((PROMPTS[0], requested), (PROMPTS[3], requested)):
@@ -210,9 +210,9 @@ def test_hidden_states_in_fp32_equal_transformers(
 def test_requests_without_hidden_states_are_unchanged(
     exact: Engine, exact_reference: Reference
 ) -> None:
-    """A request without hidden states is not affected by requests with hidden states in its batch.
+    """A request that asks for no hidden states is unaffected by requests in its batch that do.
 
-    The request has the tokens of a run by itself and no hidden states.
+    Its output has the same tokens as when the request runs by itself, and no hidden states.
     """
     alone = [
         exact.run((prompt, params(None, output_kind=FINAL)))[0][0].outputs[0].token_ids
@@ -239,8 +239,8 @@ def test_requests_without_hidden_states_are_unchanged(
 
 @feature("logprobs, penalties, seeds", "V2")
 def test_other_sampling_options_are_unchanged(exact: Engine, exact_reference: Reference) -> None:
-    """A seeded request with all sampling options, split into four chunks, has the same tokens and
-    probabilities.
+    """A seeded request with all sampling options returns the same tokens and probabilities with and
+    without hidden states. Its prompt is prefilled in four chunks.
     """
     options: dict[str, Any] = {"temperature": 0.8, "seed": 3, "logprobs": 2, "prompt_logprobs": 1}
     options |= {
@@ -267,8 +267,8 @@ def test_other_sampling_options_are_unchanged(exact: Engine, exact_reference: Re
 def test_a_stop_string_cuts_hidden_states_with_tokens(
     exact: Engine, exact_reference: Reference, mode: str
 ) -> None:
-    """The front end detects a stop string and cuts tokens and hidden states. The last token that
-    remains has no hidden state.
+    """When the front end detects a stop string, it truncates the tokens and the hidden states. The
+    last remaining token has no hidden state.
     """
     [[free]] = exact.run((PROMPTS[0], params(None, max_tokens=30, output_kind=FINAL)))
     stop = next(part for part in free.outputs[0].text[2:] if part.isascii() and part.isprintable())
@@ -288,7 +288,7 @@ def test_rejected_drafts_have_no_hidden_states(model: Path, reference: Reference
 def test_a_drafter_and_requests_read_the_same_layers(tmp_path: Path) -> None:
     """The hidden states of accepted tokens are correct for layers that the drafter reads too.
 
-    The engine runs in fp32, in which wrong hidden states are visible.
+    The engine runs in fp32, because wrong hidden states are clearly visible there.
     """
     model = write_model(tmp_path / "model", num_hidden_layers=BLOCKS)
     drafter = write_eagle3_drafter(model, tmp_path / "drafter")
@@ -306,8 +306,8 @@ def test_a_drafter_and_requests_read_the_same_layers(tmp_path: Path) -> None:
 def test_hidden_states_include_the_adapter(
     model: Path, reference: Reference, tmp_path: Path
 ) -> None:
-    """In a batch of requests with and without an adapter, the hidden states of each equal those of
-    its own transformers model.
+    """In a batch of requests with and without an adapter, the hidden states of each request equal
+    those of transformers with the same adapter or none.
     """
     adapted = Reference(model, write_adapter(model, tmp_path / "adapter"))
     request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AR worker with features of vLLM that each need their own engine.
+"""The AR worker with vLLM features that each require a separate engine.
 
-The hidden states equal those of transformers.
+With every feature, the hidden states equal those of transformers.
 """
 
 import sys
@@ -22,15 +22,15 @@ from vllm_omni.hidden_states import hidden_states_of
 pytestmark = pytest.mark.nightly
 
 LIMIT_S = 400
-"""Timeout in seconds of a program with two engines."""
+"""Timeout in seconds for a program that runs two engines."""
 REPEATING = "the sea the sea the sea the sea the sea the sea"
 
 
 def check_all_modes(
     llm: Any, reference: Reference, layers: tuple[int, ...] = (-1,), **fields: Any
 ) -> None:
-    """Check that in a batch of requests with and without hidden states, texts are equal and hidden
-    states are correct.
+    """Check a batch of requests with and without hidden states: their texts are equal, and the
+    hidden states are correct.
     """
     modes: list[Any] = ["all", None, "generated", "last"]
     prompts = [PROMPTS[0], PROMPTS[0], REPEATING, PROMPTS[2]]
@@ -116,7 +116,7 @@ def test_two_tensor_ranks(tiny_language_model: Path) -> None:
 def test_two_stages(tiny_language_model: Path, layers: tuple[int, ...]) -> None:
     """With two pipeline stages, the last stage returns the hidden states.
 
-    Hidden states of layers on the first stage are sent as intermediate tensors.
+    The first stage sends the hidden states of its layers to the last stage as intermediate tensors.
     """
     with running_llm(
         tiny_language_model,
@@ -132,8 +132,8 @@ def test_two_stages(tiny_language_model: Path, layers: tuple[int, ...]) -> None:
     note="on a CPU, stock vLLM needs `max_loras` above the adapters in use, see the test's control",
 )
 def test_hidden_states_include_the_adapter(tiny_language_model: Path, tmp_path: Path) -> None:
-    """In a batch of requests with and without an adapter, the hidden states of each equal those of
-    its own transformers model.
+    """In a batch of requests with and without an adapter, the hidden states of each request equal
+    those of transformers with the same adapter or none.
     """
     adapted = write_adapter(tiny_language_model, tmp_path)
     reference = Reference(tiny_language_model)
@@ -158,8 +158,8 @@ def test_stock_vllm_gives_a_cpu_request_without_adapter_the_last_slot(
     """Stock vLLM on a CPU applies the adapter in the last slot to a request without an adapter.
 
     A request without an adapter has slot -1, which `vllm/lora/ops/torch_ops` uses as an index. This
-    test explains the free slot in the test above. If this test fails, vLLM is fixed: remove
-    `max_loras` above and the note of the feature.
+    is why the test above leaves one adapter slot free. If this test fails, vLLM has fixed the bug:
+    remove `max_loras` from the test above, and the feature's note.
     """
     write_adapter(tiny_language_model, tmp_path)
     free_slot, no_free_slot = (
@@ -192,9 +192,9 @@ def adapter(folder: Path) -> LoRARequest:
 
 
 def stock_logprobs(model: Path, request: LoRARequest, max_loras: int) -> dict[str, torch.Tensor]:
-    """Return log-probabilities of a prompt without an adapter on stock vLLM.
+    """Return the log-probabilities that stock vLLM computes for a prompt without an adapter.
 
-    The prompt runs by itself, and then in a batch with a request that uses an adapter.
+    The prompt runs once by itself, and once in a batch with a request that uses an adapter.
     """
     sampling = params(None, prompt_logprobs=1)
     with running_llm(
@@ -232,8 +232,8 @@ def test_two_engines(tiny_language_model: Path, tmp_path: Path) -> None:
 
 @feature("external launcher (torchrun, TP 2)")
 def test_torchrun_tensor_parallel(tiny_language_model: Path, tmp_path: Path) -> None:
-    """Under torchrun with tensor parallelism, every rank is an engine and returns the same hidden
-    states.
+    """Under torchrun with tensor parallelism, every rank runs its own engine and returns the same
+    hidden states.
     """
     torchrun(tiny_language_model, tmp_path, "tensor_parallel_size")
 
@@ -243,15 +243,15 @@ def test_torchrun_tensor_parallel(tiny_language_model: Path, tmp_path: Path) -> 
 )
 def test_torchrun_pipeline_parallel(tiny_language_model: Path, tmp_path: Path) -> None:
     """Under torchrun with pipeline parallelism, the last stage broadcasts hidden states to the
-    first, which has a scheduler too.
+    first stage, which also runs a scheduler.
     """
     torchrun(tiny_language_model, tmp_path, "pipeline_parallel_size")
 
 
 @feature("worker without the scheduler")
 def test_the_worker_brings_its_scheduler(tiny_language_model: Path) -> None:
-    """The worker selects its scheduler, so hidden states arrive without `scheduler_cls`. The text
-    equals that of other requests.
+    """The worker selects its scheduler, so hidden states are returned even if `scheduler_cls` is
+    not set. The text equals that of other requests.
     """
     with running_llm(tiny_language_model, scheduler_cls=None) as llm:
         outputs = llm.generate([PROMPTS[0]] * 2, [params("all"), params(None)], use_tqdm=False)
@@ -269,8 +269,8 @@ def test_without_the_worker_requests_get_their_text(tiny_language_model: Path) -
 
 @feature("torch.compile")
 def test_a_compiled_model(tiny_language_model: Path) -> None:
-    """Retained layers are outputs of the compiled graph. vLLM compiles on a CPU without
-    --enforce-eager.
+    """The hidden states of retained layers are outputs of the compiled graph. vLLM compiles models
+    on a CPU too, unless `--enforce-eager` is set.
     """
     with running_llm(tiny_language_model, {"hidden_state_layers": [2]}, enforce_eager=False) as llm:
         check_all_modes(llm, Reference(tiny_language_model), (2, -1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AR worker on CUDA with features that each need their own engine: V1, images, and several
+"""The AR worker on CUDA with features that each require a separate engine: V1, images, and several
 GPUs.
 """
 
@@ -19,7 +19,7 @@ from vllm_omni.hidden_states import hidden_states_of
 
 TORCHRUN_LIMIT_S = 120
 LIMIT_S = 180
-"""Timeout in seconds of a test with an engine that compiles."""
+"""Timeout in seconds for a test whose engine compiles its model."""
 
 pytestmark = [
     pytest.mark.cuda,
@@ -45,7 +45,7 @@ def reference(model: Path) -> Reference:
 def check_all_modes(
     engine: Engine, reference: Reference, layers: tuple[int, ...] = (0, 2, -1)
 ) -> None:
-    """Check requests with and without hidden states in one batch, with prompts that are split into
+    """Check requests with and without hidden states in one batch. Their prompts are prefilled in
     chunks.
     """
     modes = ["all", None, "generated", "last"]
@@ -76,14 +76,16 @@ def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ar_vision import check_image_request, write_tiny_qwen2_vl
 
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    # The tolerance is 1e-2, because attention kernels may multiply fp32 in TF32 (10 bits) and the
-    # values are of order 1.
+    # The tolerance is 1e-2, because attention kernels may multiply fp32 values in TF32 (10-bit
+    # mantissa), and the values are of order 1.
     check_image_request(write_tiny_qwen2_vl(tmp_path / "qwen2_vl"), tolerance=1e-2, **SHARED_GPU)
 
 
 @feature("worker without the scheduler", "V2")
 def test_the_worker_brings_its_scheduler(model: Path) -> None:
-    """The worker selects its scheduler, so hidden states arrive without `scheduler_cls`."""
+    """The worker selects its scheduler, so hidden states are returned even if `scheduler_cls` is
+    not set.
+    """
     with Engine(model, "V2", scheduler_cls=None, enforce_eager=True) as running:
         requested, plain = running.run(
             *((PROMPTS[0], params(mode, output_kind=FINAL)) for mode in ("all", None))
@@ -117,9 +119,10 @@ def test_two_tensor_ranks(model: Path, reference: Reference) -> None:
 @two_gpus
 @feature("pipeline parallelism (PP 2)", "V2")
 def test_two_stages(model: Path, reference: Reference) -> None:
-    """With two pipeline stages, layers 0 and 2 are retained on the first or the last stage.
+    """With two pipeline stages, the hidden states of layers 0 and 2 are retained on the stage that
+    runs the layer.
 
-    Hidden states of layers on the first stage are sent as intermediate tensors.
+    The first stage sends the hidden states of its layers to the last stage as intermediate tensors.
     """
     with Engine(model, "V2", pipeline_parallel_size=2) as running:
         check_all_modes(running, reference)
@@ -152,8 +155,8 @@ def test_two_engines(model: Path, reference: Reference) -> None:
 @two_gpus
 @feature("external launcher (torchrun, TP 2)", "V2")
 def test_torchrun_tensor_parallel(model: Path, tmp_path: Path) -> None:
-    """Under torchrun with tensor parallelism, every rank is an engine and returns the same hidden
-    states.
+    """Under torchrun with tensor parallelism, every rank runs its own engine and returns the same
+    hidden states.
     """
     torchrun(model, tmp_path, "tensor_parallel_size", "V2")
 
@@ -168,7 +171,7 @@ def test_torchrun_tensor_parallel_on_v1(model: Path, tmp_path: Path) -> None:
 @two_gpus
 def test_torchrun_pipeline_parallel_on_v1(model: Path, tmp_path: Path) -> None:
     """Under torchrun with pipeline parallelism, the last stage broadcasts hidden states to the
-    first over NCCL.
+    first stage over NCCL.
 
     Stock vLLM supports this only with runner V1.
     """

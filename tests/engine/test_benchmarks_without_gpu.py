@@ -62,8 +62,8 @@ def test_the_documented_command_runs(command: str, tmp_path: Path) -> None:
 @pytest.mark.nightly
 @needs_haproxy
 def test_a_trace_of_visits_is_replayed_on_two_servers(tmp_path: Path) -> None:
-    """All viewers of a replayed trace are served, and some follow their session to the other
-    server.
+    """All viewers in a replayed trace are served, and some of them follow their session to the
+    other server.
     """
     run_benchmark(
         "benchmarks/fleet_trace.py",
@@ -109,8 +109,8 @@ def wan2_2(monkeypatch: pytest.MonkeyPatch) -> object:
 def test_full_size_checkpoints_of_wan22(
     wan2_2, tmp_path: Path, size: str, billions: float, info: dict
 ) -> None:  # type: ignore[no-untyped-def, type-arg]
-    """The family accepts checkpoints of the released sizes. Parameters are counted with diffusers'
-    class on the meta device.
+    """The Wan 2.2 family accepts checkpoints of the released sizes. Parameters are counted by
+    instantiating diffusers' class on the meta device.
     """
     import torch
     from diffusers import WanTransformer3DModel

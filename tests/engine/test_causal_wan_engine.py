@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal Wan (tiny) in the real engine: concurrent streams, aborts, prompt switch, video input,
-several ranks.
+"""Causal Wan (tiny) in the real engine: concurrent streams, aborts, prompt switches, video input
+and several ranks.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ MODEL = {"window_frames": 7, "sink_frames": 2}
 async def stream(
     client: EngineClient, name: str, seed: int, chunks: int = CHUNKS
 ) -> list[torch.Tensor]:
-    """Return the latents of a stream. The prompt changes at chunk 2, and the stream of seed 1 has a
-    start image.
+    """Return the latents of a stream. The prompt changes at chunk 2, and the stream with seed 1 has
+    a start image.
     """
     latents = []
     for index in range(chunks):
@@ -67,7 +67,7 @@ def engine(model: Path, omni: dict[str, Any] | None = None, **engine_args: Any) 
 
 @pytest.fixture(scope="module")
 def expected(causal_wan: Path) -> list[list[torch.Tensor]]:
-    """Run all checks of one engine; return the latents of each stream when it runs by itself."""
+    """Run all checks on one engine; return the latents of each stream from a run by itself."""
     found: list[list[torch.Tensor]] = []
 
     async def scenario() -> None:
@@ -82,8 +82,8 @@ def expected(causal_wan: Path) -> list[list[torch.Tensor]]:
 
 
 async def side_by_side(client: EngineClient, alone: list[list[torch.Tensor]]) -> None:
-    """Check three concurrent streams at different steps while another stream fails and one is
-    aborted during a chunk.
+    """Check three concurrent streams at different steps while a fourth stream first fails and is
+    then aborted during a chunk.
     """
 
     async def failing_stream() -> None:
@@ -139,8 +139,8 @@ async def operations(client: EngineClient, alone: list[torch.Tensor]) -> None:
 
 
 def test_concurrent_streams_equal_single_ones(expected: list[list[torch.Tensor]]) -> None:
-    """Concurrent streams equal streams that run by themselves bit for bit, also with failures and
-    aborts.
+    """Concurrent streams are bit-identical to streams that run by themselves, even while other
+    streams fail or are aborted.
 
     The fixture also checks video-to-video, fork and reset.
     """
@@ -183,8 +183,8 @@ def test_the_stock_scheduler_gives_identical_chunks(
 def test_two_ranks_agree_with_one(
     causal_wan: Path, expected: list[list[torch.Tensor]], parallel: dict[str, Any]
 ) -> None:
-    """Two ranks return the latents of one rank. With pipeline stages, two batches are in flight and
-    the sums are exactly the same.
+    """Two ranks return the same latents as one rank. With pipeline stages, two batches are in
+    flight, and the latents are bit-identical.
     """
     engine_args = dict(parallel)
     omni: dict[str, Any] = {"model": dict(MODEL)}
@@ -204,7 +204,7 @@ def test_two_ranks_agree_with_one(
 def test_two_ranks_recompute_a_window_like_one(
     causal_wan: Path, expected: list[list[torch.Tensor]], parallel: str
 ) -> None:
-    """With `prompt_switch` "recompute", two ranks return the latents of one rank.
+    """With `prompt_switch` "recompute", two ranks return the same latents as one rank.
 
     From the new prompt onwards, the streams differ from those with the default `prompt_switch`.
     """
@@ -246,8 +246,8 @@ def test_two_ranks_recompute_a_window_like_one(
 def test_graphs_of_several_stages_change_nothing(
     causal_wan: Path, parallel: dict[str, int]
 ) -> None:
-    """Two long streams capture and replay each forward pass while pipeline stages exchange tensors,
-    with unchanged results.
+    """Two long streams that capture and replay each forward pass return unchanged results with
+    several pipeline stages.
     """
 
     async def made(cuda_graphs: bool) -> list[list[torch.Tensor]]:

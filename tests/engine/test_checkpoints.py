@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real engine serves both layouts in which checkpoints are released."""
+"""The real engine serves both checkpoint layouts in which weights are released."""
 
 import asyncio
 from pathlib import Path

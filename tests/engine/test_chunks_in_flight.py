@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several chunks of a stream in flight in a real engine: one rank, stages of layers, and a stage
-per step.
+"""Several chunks of a stream in flight in a real engine: on one rank, with stages that split
+layers, and with one stage per step.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ def engine(model: Path, steps: int, chunks_in_flight: int, **engine_args: Any) -
 async def send(
     client: EngineClient, name: str, seed: int, index: int, output: str = "latents"
 ) -> torch.Tensor:
-    """Request one chunk. The request id for aborting it is `name-index`."""
+    """Request one chunk. Its request id, with which it can be aborted, is `name-index`."""
     meta, tensors = await client.send(
         session_id=name,
         chunk_index=index,
@@ -63,7 +63,7 @@ async def send(
 async def one_by_one(
     client: EngineClient, name: str, seed: int, output: str = "latents"
 ) -> list[torch.Tensor]:
-    """Request each chunk after the result of the previous chunk."""
+    """Request each chunk only after the result of the previous chunk has arrived."""
     return [await send(client, name, seed, index, output) for index in range(CHUNKS)]
 
 
@@ -77,8 +77,8 @@ async def ahead(
 
 
 async def everything(client: EngineClient, steps: int) -> list[list[torch.Tensor]]:
-    """Run the checks of every configuration; return the chunks of each stream when it runs by
-    itself.
+    """Run the checks that apply to every configuration; return the chunks of each stream from a run
+    by itself.
     """
     alone = [await one_by_one(client, f"alone{seed}", seed) for seed in range(STREAMS)]
     together = await asyncio.gather(*(ahead(client, f"s{seed}", seed) for seed in range(STREAMS)))
@@ -96,8 +96,9 @@ async def with_aborts(client: EngineClient, expected: list[torch.Tensor]) -> set
     """Abort a chunk with successors in flight. The successors fail, and the stream continues after
     its last committed chunk.
 
-    A concurrent stream is unaffected. Only every other attempt has one, because an older stream may
-    fill the step, and then no chunk closely follows the aborted one. Returns the error codes.
+    A concurrent stream is unaffected. Only every other attempt has a concurrent stream, because an
+    older stream may fill the step, and then no chunk closely follows the aborted one. Returns the
+    error codes.
     """
     codes: set[str] = set()
     for attempt in range(6):
@@ -131,8 +132,8 @@ async def with_aborts(client: EngineClient, expected: list[torch.Tensor]) -> set
 
 
 async def around_chunks_in_flight(client: EngineClient, expected: list[torch.Tensor]) -> None:
-    """Check that a fork waits for the chunks in flight and that a refused chunk does not affect
-    later chunks.
+    """Check that a fork waits for the chunks in flight to finish and that a refused chunk does not
+    affect later chunks.
     """
     tasks = [asyncio.create_task(send(client, "source", 1, index)) for index in range(CHUNKS - 1)]
     fork = asyncio.create_task(client.send(session_id="source", op="fork", fork_to="copy"))
@@ -208,7 +209,9 @@ def two_steps(causal_wan: Path) -> list[list[torch.Tensor]]:
 def test_stages_equal_one_rank(
     causal_wan: Path, two_steps: list[list[torch.Tensor]], stages: int, omni: dict[str, Any]
 ) -> None:
-    """Several pipeline stages return the latents of one rank bit for bit, also after aborts."""
+    """Several pipeline stages return latents that are bit-identical to those of one rank, even
+    after aborts.
+    """
 
     async def scenario() -> None:
         async with engine(
@@ -307,9 +310,9 @@ def test_ranks_that_share_layers_agree_with_one(
     omni: dict[str, Any],
     sequence_parallel: bool,
 ) -> None:
-    """Ranks that share layers agree with one rank within the tolerance.
+    """Ranks that share layers agree with a single rank within the tolerance.
 
-    Results of the same ranks are equal bit for bit, also after aborts.
+    Different runs on the same ranks are bit-identical, even after aborts.
     """
     sizes = {"pipeline_parallel_size": stages, "tensor_parallel_size": 2}
     omni = {**omni, "model": {**options(2), "sequence_parallel": sequence_parallel}}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On a CPU, a single rank uses every core in the engine's process, unless the user sets the number
-of threads.
+"""On a CPU, a single rank runs in the engine's process and uses every core, unless the user sets
+the number of threads.
 
 Without settings, vLLM spawns the engine's process, so OpenMP's default applies. A forked process
 would inherit one thread. tests/entrypoints/cli/test_plain_serve.py covers OMP_NUM_THREADS in a
@@ -38,8 +38,8 @@ def test_threads_of_a_single_rank(
     threads: int,
     below_engine: bool,
 ) -> None:
-    """A single rank uses all available cores. vLLM's default would start a further process and use
-    one core less.
+    """A single rank uses all available cores. By default, vLLM would start an additional process
+    and use one core less.
     """
     if spawned:
         monkeypatch.setattr(SpawnProcess, "_Popen", staticmethod(popen_spawn_posix.Popen))
@@ -68,7 +68,8 @@ def test_waiting_threads_sleep_early(
     environment: dict[str, str],
     expected: str | None,
 ) -> None:
-    """Waiting OpenMP threads sleep early because of GOMP_SPINCOUNT, unless the user sets a policy.
+    """`GOMP_SPINCOUNT` is set so that waiting OpenMP threads soon go to sleep, unless the user sets
+    a wait policy.
 
     The engine's configuration sets the variable before its process starts, because libgomp reads it
     when it is loaded.

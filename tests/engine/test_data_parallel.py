@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two data-parallel ranks: a session stays on its rank, capacities add up, and results equal one
-rank.
+"""Two data-parallel ranks: a session stays on its rank, capacities add up, and results equal those
+of one rank.
 
 All tests share one engine of two ranks. The last test kills a rank.
 """
@@ -28,7 +28,7 @@ CHUNKS, PER_RANK = 4, 3
 
 
 class Endpoints:
-    """Uses the engine as an endpoint does, on an event loop that outlives the single tests."""
+    """Uses the engine as an endpoint does, on one event loop for all tests."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, engine: OmniEngine, ranks: SessionPlacement
@@ -102,9 +102,11 @@ def alone(runner: Any, seed: int) -> list[np.ndarray]:
 def test_many_clients_on_two_ranks_equal_one_rank(
     two_ranks: Endpoints, null_world: Path, request: pytest.FixtureRequest
 ) -> None:
-    """With twelve clients and six session slots on two ranks, all chunks equal those of one rank.
+    """With twelve clients and six session slots on two ranks, all chunks equal those of a single
+    rank.
 
-    Clients start sessions, wait for room, cancel chunks, close sessions and send one-shot requests.
+    Clients start sessions, wait for free slots, cancel chunks, close sessions and send one-shot
+    requests.
     """
 
     async def client(number: int) -> list[list[np.ndarray]]:
@@ -146,8 +148,8 @@ def test_many_clients_on_two_ranks_equal_one_rank(
 
 
 def test_two_ranks_hold_twice_as_many_sessions(two_ranks: Endpoints) -> None:
-    """Two ranks accept twice as many sessions as one. One more session is refused, and closing a
-    session frees its slot on its rank.
+    """Two ranks accept twice as many sessions as one. A session above this limit is refused, and
+    closing a session frees its slot on its rank.
     """
 
     async def scenario() -> None:
@@ -171,10 +173,10 @@ def test_two_ranks_hold_twice_as_many_sessions(two_ranks: Endpoints) -> None:
 
 
 def test_forks_progress_and_aborts_reach_the_right_rank(two_ranks: Endpoints) -> None:
-    """Forks, progress and aborts reach the rank of the session.
+    """Fork, progress and abort requests reach the rank of their session.
 
     A fork continues like its source, progress lists the requests of both ranks, and a cancellation
-    stops only its request.
+    stops only the cancelled request.
     """
 
     async def scenario() -> None:
@@ -212,8 +214,8 @@ def test_forks_progress_and_aborts_reach_the_right_rank(two_ranks: Endpoints) ->
 
 
 def test_a_snapshot_moves_a_session_to_the_other_rank(two_ranks: Endpoints, tmp_path: Path) -> None:
-    """A session is restored from a snapshot on the rank with more room and continues bit for
-    bit.
+    """A snapshot is restored on the rank with more free slots, and the restored session continues
+    bit for bit like its source.
     """
 
     async def scenario() -> None:
@@ -241,8 +243,8 @@ def test_a_snapshot_moves_a_session_to_the_other_rank(two_ranks: Endpoints, tmp_
 def test_a_killed_rank_ends_the_engine_and_fails_all_requests(
     two_ranks: Endpoints,
 ) -> None:
-    """When one engine process dies, vLLM's client stops all of them, and no request keeps
-    waiting.
+    """When one engine process dies, vLLM's client stops all engine processes, and every pending
+    request fails.
     """
 
     async def scenario() -> None:

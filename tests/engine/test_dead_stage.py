@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank is killed, stops or raises: clients receive an error, all processes end, a new engine
-starts.
+"""A rank is killed, is stopped or raises: clients receive an error, all processes end, and a new
+engine can start.
 """
 
 import asyncio
@@ -52,8 +52,8 @@ async def chunk(client: EngineClient) -> torch.Tensor:
 def test_a_lost_rank_ends_the_engine_within_seconds(
     null_world: Path, how: signal.Signals, rank: int, omni: dict[str, Any]
 ) -> None:
-    """When a rank is lost, the clients of a running and of a waiting chunk both receive the error
-    within seconds.
+    """When a rank is lost, the client of a running chunk and the client of a waiting chunk both
+    receive an error within seconds.
     """
 
     async def scenario() -> None:
@@ -118,8 +118,8 @@ def test_a_failed_rank_ends_the_engine_within_seconds(
     rank: int,
     method: str,
 ) -> None:
-    """When a rank raises, the engine ends within seconds, although a chunk of another client is
-    running.
+    """When a rank raises an exception, the engine ends within seconds, even while another client's
+    chunk is running.
     """
     model: Path = request.getfixturevalue(family)
 

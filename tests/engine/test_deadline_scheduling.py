@@ -17,7 +17,8 @@ from vllm_omni.outputs import RequestFailed
 
 CHUNKS = 4
 STEP = {"step_ms": 20}
-"""Duration of a step, which is the same for all requests because the scheduler measures it."""
+"""Duration of a step. It is the same for all requests, because the scheduler measures step times.
+"""
 OMNI = {
     "scheduling": "deadline",
     "target_fps": 16,
@@ -42,7 +43,7 @@ def _clear(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_concurrent_streams_equal_single_ones_under_deadlines(engine: SharedEngine) -> None:
     """With deadlines, concurrent streams equal single ones bit for bit.
 
-    Among them are an aborted stream, a failing stream, and one with changing prompts.
+    Meanwhile, other streams are aborted, fail, or change their prompts.
     """
     client = engine.client
 
@@ -108,9 +109,10 @@ def test_concurrent_streams_equal_single_ones_under_deadlines(engine: SharedEngi
 
 
 def test_a_stream_above_capacity_is_refused_with_the_reason(engine: SharedEngine) -> None:
-    """A stream above the capacity of the engine is refused, and its client can return later.
+    """A stream that would exceed the engine's capacity is refused, and its client can try again
+    later.
 
-    The capacity suffices for one stream with chunks of 0.13 s every 0.25 s.
+    The engine has capacity for one stream that needs a 0.13 s chunk every 0.25 s.
     """
     client = engine.client
     slow = {**STEP, "steps": 6}
@@ -148,9 +150,9 @@ def test_a_stream_above_capacity_is_refused_with_the_reason(engine: SharedEngine
 
 @pytest.mark.nightly
 def test_1100_latent_frames_in_one_stream(tmp_path: Path) -> None:
-    """A stream can exceed the 1,024 frames of the original's rotary table.
+    """A stream can have more frames than the original code's rotary table, which has 1,024.
 
-    Every chunk is finite, and the session's size is constant.
+    All latents are finite, and the session's size stays constant.
     """
     get_family("causal_wan").make_tiny(tmp_path / "model", 0, "original")
     omni = {

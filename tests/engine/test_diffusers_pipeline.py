@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diffusers pipelines on the real EngineCore: results equal those of diffusers, and requests can be
+"""Diffusers pipelines on a real EngineCore: results equal those of diffusers, and requests can be
 aborted.
 """
 
@@ -24,8 +24,8 @@ LAYOUTS = get_family("diffusers_pipeline").layouts
 
 
 def compare(folder: Path, responses: Connection) -> None:
-    """Compare the engine's result with diffusers' for every layout, and send the outcomes to the
-    test process.
+    """For every layout, compare the engine's result with that of diffusers, and send the outcome to
+    the test process.
 
     Only one engine runs at a time.
     """
@@ -40,7 +40,8 @@ def compare(folder: Path, responses: Connection) -> None:
             config_format="omni",
             skip_tokenizer_init=True,
             enforce_eager=True,
-            # Wan also has a model that runs in the worker, so the executor must be selected.
+            # Wan is also supported by a model that runs in the worker, so the executor must be
+            # selected explicitly.
             distributed_executor_backend="vllm_omni.executor.DiffusersPipelineExecutor",
         )
         fields: dict[str, Any] = {"num_inference_steps": 3, "height": 32, "width": 48}
@@ -118,7 +119,7 @@ def client(pipelines: Path, loop: asyncio.AbstractEventLoop) -> Iterator[EngineC
 def test_an_abort_takes_effect_at_the_next_step(
     client: EngineClient, loop: asyncio.AbstractEventLoop
 ) -> None:
-    """An aborted request of 200 steps stops after a few steps, and the next request runs
+    """An aborted 200-step request stops after a few steps, and the next request runs
     immediately.
     """
 

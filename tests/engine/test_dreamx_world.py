@@ -21,7 +21,7 @@ from vllm_omni.outputs import RequestFailed
 SIZE = {"height": 64, "width": 96}
 SHORT = {"model": {"window_frames": 6}}
 TOLERANCE = 1e-4
-"""Absolute tolerance for fp32 latents, because several ranks only sum in a different order."""
+"""Absolute tolerance for fp32 latents, because several ranks sum in a different order."""
 HELD: list[Any] = [[["w", "l"]] * 3, [["a"], [], ["i"]], None, [["s"]]]
 
 
@@ -117,7 +117,9 @@ def test_poses_steer_and_bad_ones_are_refused(one_rank: SharedEngine) -> None:
 
 @pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_ranks_agree_with_one(checkpoint: Path, alone: torch.Tensor, parallel: str) -> None:
-    """Two ranks return the latents of one rank. Pipeline stages compute exactly the same sums."""
+    """Two ranks return the same latents as one rank. With pipeline stages they are bit-identical,
+    because every sum is the same.
+    """
     ranks: dict[str, Any] = {parallel: 2}
     difference = (played(checkpoint, dtype="float32", **ranks) - alone).abs().max()
     assert difference <= (0.0 if parallel == "pipeline_parallel_size" else TOLERANCE)

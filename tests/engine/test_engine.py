@@ -29,8 +29,8 @@ async def failing(client: EngineClient, session_id: str, index: int, **options: 
 
 
 def test_concurrent_sessions_equal_single_ones(null_engine: SharedEngine) -> None:
-    """Concurrent sessions equal single ones bit for bit, while other sessions fail or are
-    aborted.
+    """Concurrent sessions are bit-identical to sessions that run by themselves, even while other
+    sessions fail or are aborted.
     """
 
     client = null_engine.client
@@ -62,8 +62,8 @@ def test_concurrent_sessions_equal_single_ones(null_engine: SharedEngine) -> Non
 def test_an_abort_stops_the_chunk_and_keeps_the_session(
     null_engine: SharedEngine,
 ) -> None:
-    """An aborted chunk stops long before its end, and a repeated request for the chunk has the
-    original result.
+    """An aborted chunk stops long before its end. When the chunk is requested again, its result is
+    the same as without the abort.
     """
 
     client = null_engine.client
@@ -82,7 +82,8 @@ def test_an_abort_stops_the_chunk_and_keeps_the_session(
         await client.until_at_step("s", 2)
         await client.engine.abort("slow")
         slow.cancel()
-        # 10 s of steps remained, so a result within 2 s shows that the abort reached the runner.
+        # About 10 s of steps remained, so a result within 2 s shows that the abort reached the
+        # runner.
         again = await asyncio.wait_for(
             client.send(session_id="s", chunk_index=1, output="latents"), seconds(2)
         )
@@ -117,8 +118,8 @@ def test_chunks_sent_ahead_run_in_order(null_engine: SharedEngine) -> None:
 
 
 def test_a_paused_engine_makes_a_request_wait(null_engine: SharedEngine) -> None:
-    """A request to a paused engine waits: vLLM 0.32 holds the chunk, and vLLM 0.33 refuses it with
-    `capacity` and it is retried.
+    """A request to a paused engine waits until the engine resumes. vLLM 0.32 holds the chunk; vLLM
+    0.33 refuses it with `capacity`, and the endpoint retries.
     """
 
     async def scenario() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A start fails with one line if an argument has no effect on the worker.
+"""The start fails with a one-line error if an argument would have no effect on the worker.
 
 tests/test_engine_arguments.py contains the complete list of these arguments.
 """
@@ -30,8 +30,8 @@ def start(*arguments: object, **variables: str) -> tuple[int, str]:
 
 
 def test_omni_ends_with_status_2_and_one_line(null_world: Path) -> None:
-    """`--omni` exits with status 2 and one line instead of a traceback. It accepts options of
-    another server's WebSocket library.
+    """`vllm-omni serve` exits with status 2 and a one-line error instead of a traceback. It accepts
+    `--ws websockets`, which selects another WebSocket library.
     """
     status, output = start(
         *(
@@ -54,8 +54,8 @@ def test_omni_ends_with_status_2_and_one_line(null_world: Path) -> None:
 
 @pytest.mark.nightly
 def test_plain_vllm_serve_is_refused_too(null_world: Path) -> None:
-    """Plain `vllm serve` refuses the same arguments. In this test, it receives all options
-    explicitly, as `--omni` prints them.
+    """Plain `vllm serve` refuses the same arguments. This test passes all options explicitly, as
+    printed by `--omni`.
     """
     status, output = start(
         *(
@@ -82,8 +82,8 @@ def test_plain_vllm_serve_is_refused_too(null_world: Path) -> None:
 
 @pytest.mark.nightly
 def test_an_offline_pipeline_is_refused(tmp_path: Path) -> None:
-    """`LLM(...)` on the diffusers executor refuses --enable-lora, because adapters are configured
-    in `omni.model.loras`.
+    """`LLM(...)` with the diffusers executor refuses `--enable-lora`, because adapters are
+    configured in `omni.model.loras`.
     """
     family = get_family("diffusers_pipeline")
     family.make_tiny(tmp_path / "pipeline", 0, family.layouts[0])

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices of several ranks cannot deadlock, whatever runs concurrently on each of them.
+"""The devices of several ranks cannot deadlock, whatever work runs concurrently on each device.
 
-CUDA may make any two streams of a device wait for each other. A real engine runs on the CPU, where
-exchanges cannot block each other in this way. The exchanges of each rank are therefore replayed for
-a device with one queue: an exchange ends when all participants have reached it, and only then does
-the next one start.
+CUDA may make any two streams of a device wait for each other. The tests run a real engine on the
+CPU, where exchanges cannot block each other in this way. They therefore record the exchanges of
+each rank and replay them on a simulated device with a single queue: an exchange ends when all
+participants have reached it, and only then does the next one start.
 """
 
 import asyncio
@@ -130,9 +130,10 @@ def test_exchanges_of_all_ranks_cannot_deadlock(
     omni: dict[str, Any],
     sizes: dict[str, int],
 ) -> None:
-    """Exchanges of all ranks end during the warm-up and for three concurrent sessions.
+    """The exchanges of all ranks complete, both during the warm-up and with three concurrent
+    sessions.
 
-    The chunks run one at a time or in flight, and some are aborted.
+    A session's chunks run one at a time or several in flight, and some are aborted.
     """
     monkeypatch.setenv(FOLDER, str(tmp_path))
     model: Path = request.getfixturevalue(family)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions that replay CUDA graphs which were captured for sessions that have ended.
+"""Sessions that replay CUDA graphs captured by sessions that have ended.
 
-Without CUDA, a mocked graph repeats the forward pass with all host decisions of its capture. The
-tests are nightly because each needs two engines. test_causal_wan_graphs.py covers streams that
-replay the graphs of other streams in one model.
+Without CUDA, a mocked graph repeats the forward pass with the host-side decisions fixed at capture
+time. The tests are nightly because each needs two engines. test_causal_wan_graphs.py covers streams
+that replay the graphs of other streams, without an engine.
 """
 
 import asyncio
@@ -73,8 +73,8 @@ def test_sessions_with_graphs_equal_sessions_without(
 ) -> None:
     """Sessions that replay graphs equal sessions without graphs.
 
-    The first session reuses the ring buffer of the warm-up, and each later session reuses that of
-    its predecessor. Two concurrent sessions each have their own ring buffer.
+    The first session reuses the ring buffer of the warm-up, and each later session reuses the ring
+    buffer of its predecessor. Two concurrent sessions each have their own ring buffer.
     """
     model = request.getfixturevalue(family)
     arguments: dict[str, Any] = {"dtype": "float32", **flags}

@@ -55,11 +55,11 @@ def equal(ours: list[tuple[dict[str, Any], torch.Tensor]], theirs: list[Any]) ->
     ],
 )
 def test_sessions_grow_and_none_fails(lingbot_world: Path, ranks: dict[str, Any]) -> None:
-    """In memory for two full windows, three growing sessions run to their end.
+    """Three growing sessions run to their end in memory that suffices for only two full windows.
 
     Before that, two sessions in one batch equal those of an engine with full windows. Sessions that
-    could not grow report it, and each equals a session that was started with the window that it has
-    reached. Closing the sessions frees all memory.
+    could not grow report this, and each equals a session that was started with the window size at
+    which it stopped growing. Closing the sessions frees all memory.
     """
     arguments = dict(ranks)
     model = {**WINDOW, "sequence_parallel": arguments.pop("sequence_parallel", False)}

@@ -110,7 +110,7 @@ async def mixed_load(client: EngineClient) -> None:
 
 
 async def streamed_response(client: EngineClient) -> None:
-    """Check that the texts and the tokens of a streamed session add up to the whole response."""
+    """Check that the streamed texts and tokens of a session add up to the whole response."""
     whole, _ = await send(client, "x2t_image", "whole")
     fields, tensors = REQUESTS["x2t_image"]
     fields = {**fields, "options": {**fields["options"], "chunk_tokens": 5}}
@@ -209,7 +209,7 @@ async def lance_engine(
 
 
 def test_lance_through_the_engine(checkpoint: Path, subtests: Any) -> None:
-    """All checks pass on one engine, which they share because starting it takes longer than the
+    """All checks pass on one engine. They share it because starting an engine takes longer than the
     checks.
     """
 
@@ -225,7 +225,7 @@ def test_lance_through_the_engine(checkpoint: Path, subtests: Any) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 def test_two_ranks_equal_one(checkpoint: Path, sequence_parallel: bool) -> None:
-    """Two ranks return the latents of one rank within 1e-4, and exactly the same tokens.
+    """Two ranks return the same latents as one rank to within 1e-4, and exactly the same tokens.
 
     Tensor parallelism splits heads and columns. Ulysses splits latents.
     """
@@ -249,7 +249,9 @@ def test_two_ranks_equal_one(checkpoint: Path, sequence_parallel: bool) -> None:
 
 @pytest.mark.nightly
 def test_every_task_runs_with_the_other_convention(checkpoint: Path) -> None:
-    """With all conventions switched together, each task returns its type of result without NaN."""
+    """With all conventions switched to their alternatives, each task returns its type of result
+    without NaN.
+    """
 
     async def scenario() -> None:
         async with lance_engine(checkpoint, {"convention": "vllm_omni"}) as client:

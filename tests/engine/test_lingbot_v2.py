@@ -26,7 +26,7 @@ def image() -> torch.Tensor:
 
 
 async def walk(client: EngineClient, name: str = "s", **fields: Any) -> torch.Tensor:
-    """Return the latents of two chunks that keys control."""
+    """Return the latents of two chunks that are controlled by keys."""
     latents = []
     for index, keys in enumerate(("w", "j")):
         start = {"image": image()} if index == 0 else None
@@ -48,7 +48,9 @@ def served(checkpoint: Path, **engine_args: Any) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The 1.3B model as released, with a link to the separate text encoder, VAE and tokenizer."""
+    """The 1.3B model in its released layout, with a link to the separate text encoder, VAE and
+    tokenizer.
+    """
     folder = tmp_path_factory.mktemp("bare")
     get_family("lingbot_world").make_tiny(folder / "world", 0, "v2_1_3b")
     (folder / "world" / "assets").rename(folder / "shared")
@@ -64,10 +66,10 @@ def alone(bare: Path) -> torch.Tensor:
 def test_a_repository_without_config_takes_sizes_from_its_tensors(
     bare: Path, alone: torch.Tensor, tmp_path: Path
 ) -> None:
-    """A repository without a config takes the sizes from its tensors.
+    """If a repository has no config, the sizes are derived from its tensors.
 
-    Its shards at the root, with shared components, yield the same latents as v2's folder with all
-    sizes stated.
+    Shards in the root folder with shared components yield the same latents as a v2 folder whose
+    config states all sizes.
     """
     shutil.copytree(bare.parent / "shared", tmp_path, dirs_exist_ok=True)
     config = {"_class_name": "WanModelFast", **find_layout(bare).transformer_config()}
@@ -79,8 +81,8 @@ def test_a_repository_without_config_takes_sizes_from_its_tensors(
 
 
 def test_held_keys_change_the_world_of_layout_act(tmp_path: Path) -> None:
-    """In layout `act`, held keys change the latents. Without the tensor `action`, no key is
-    held.
+    """In layout `act`, held keys change the latents. A request without the `action` tensor means
+    that no key is held.
     """
     get_family("lingbot_world").make_tiny(tmp_path, 0, "act")
 
@@ -106,8 +108,8 @@ def test_held_keys_change_the_world_of_layout_act(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_model_before_distillation(tmp_path: Path) -> None:
-    """The model before distillation runs with guidance and 40 steps, and two pipeline stages
-    compute the same sums.
+    """The undistilled model runs with guidance and 40 steps, and two pipeline stages return
+    bit-identical latents.
     """
     get_family("lingbot_world").make_tiny(tmp_path, 0, "v2_pretrain")
     one = served(tmp_path)
@@ -118,7 +120,8 @@ def test_the_model_before_distillation(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_ranks_agree_with_one(bare: Path, alone: torch.Tensor, parallel: str) -> None:
-    """Two ranks return the latents of one rank. Pipeline stages compute exactly the same sums.
+    """Two ranks return the same latents as one rank. With pipeline stages they are bit-identical,
+    because every sum is the same.
 
     The front end reads the sizes of the checkpoint once.
     """

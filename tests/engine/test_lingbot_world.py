@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot World (tiny) in the real engine: concurrent sessions, several ranks and convention
-pr3701.
+"""LingBot World (tiny) in the real engine: concurrent sessions, several ranks and the `pr3701`
+convention.
 
-The tests run on the platform of vLLM: with gloo on a CPU, and with NCCL on GPUs.
+The tests run on the platform that vLLM selects: on a CPU with gloo, or on GPUs with NCCL.
 """
 
 import asyncio
@@ -97,8 +97,8 @@ def alone(one_rank: SharedEngine) -> list[list[torch.Tensor]]:
 def test_concurrent_worlds_equal_single_ones(
     one_rank: SharedEngine, alone: list[list[torch.Tensor]]
 ) -> None:
-    """Two concurrent sessions at different steps equal single ones, although a third session fails
-    and is then aborted.
+    """Two concurrent sessions at different steps equal sessions that run by themselves, although a
+    third session fails and is then aborted.
     """
 
     client = one_rank.client
@@ -144,8 +144,8 @@ def test_concurrent_worlds_equal_single_ones(
 def test_two_ranks_agree_with_one(
     lingbot_world: Path, alone: list[list[torch.Tensor]], parallel: dict[str, Any]
 ) -> None:
-    """Two ranks return the latents of one rank. With pipeline stages, two batches are in flight and
-    the sums are exactly the same.
+    """Two ranks return the same latents as one rank. With pipeline stages, two batches are in
+    flight, and the latents are bit-identical.
     """
     engine_args = dict(parallel)
     omni: dict[str, Any] = {"model": dict(SMALL_WINDOW)}
@@ -165,11 +165,12 @@ def test_two_ranks_agree_with_one(
 def test_convention_pr3701_decodes_with_two_earlier_latents(
     lingbot_world: Path, alone: list[list[torch.Tensor]], vae_stage: bool
 ) -> None:
-    """With convention pr3701, a chunk is decoded together with two earlier latents.
+    """With the `pr3701` convention, a chunk is decoded together with the two preceding latent
+    frames.
 
-    The frames equal the engine's latents decoded in this way. The session that returns frames
-    receives another prompt with every chunk, which has no effect, and the session's size is
-    constant.
+    The frames equal those obtained by decoding the engine's latents in this way. The session that
+    returns frames receives a different prompt with every chunk, which has no effect, and its size
+    stays constant.
     """
     vae = StreamingWanVAE(VAEConfig.from_dict(hf_config(lingbot_world)["lingbot_world"]["vae"]))
     weights = find_layout(lingbot_world).vae
@@ -226,8 +227,8 @@ def test_convention_pr3701_decodes_with_two_earlier_latents(
 
 
 def test_an_unknown_choice_is_refused_at_start(lingbot_world: Path) -> None:
-    """The front end refuses an unknown value in one line with the allowed values, before a process
-    starts.
+    """The front end refuses an unknown value with a one-line error that lists the allowed values,
+    before a process starts.
     """
 
     async def scenario() -> None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters in the real engine: per session, switched between chunks, saved and refused."""
+"""LoRA adapters in the real engine: different adapters per session, switches between chunks,
+snapshots and refusals.
+"""
 
 import asyncio
 from pathlib import Path
@@ -69,7 +71,7 @@ def test_sessions_with_different_adapters_are_independent(
 ) -> None:
     """Sessions with different adapters are independent.
 
-    One engine runs concurrent sessions, switches of adapters, forks, snapshots, refusals and a
+    One engine runs concurrent sessions with adapter switches, forks, snapshots, refusals and a
     reload.
     """
 
@@ -103,7 +105,7 @@ async def side_by_side(client: EngineClient, alone: dict[str, list[torch.Tensor]
 
 
 async def switching(client: EngineClient, alone: dict[str, list[torch.Tensor]]) -> None:
-    """Check that a chunk uses the adapters that it names from its first step, including the
+    """Check that a chunk uses its requested adapters from its first step, including for the
     prompt's K/V.
 
     The value [] removes all adapters.
@@ -151,7 +153,9 @@ async def refusals(
     folder: Path,
     base: list[torch.Tensor],
 ) -> None:
-    """Check that each invalid adapter is refused in one line and that the engine continues."""
+    """Check that each invalid adapter is refused with a one-line error and that the engine
+    continues.
+    """
     stranger = {
         f"diffusion_model.double_blocks.{n}.img_attn.proj.lora_A.weight": torch.zeros(4, 64)
         for n in range(5)

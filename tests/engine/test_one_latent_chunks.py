@@ -38,10 +38,10 @@ async def frames_of(model: Path, chunks: int) -> list[torch.Tensor]:
 
 
 def test_chunks_of_one_latent_frame(lingbot_world: Path, tmp_path: Path) -> None:
-    """With chunks of one latent frame, the first chunk has one video frame and later chunks have
-    four.
+    """With chunks of one latent frame, the first chunk has one video frame, and each later chunk
+    has four.
 
-    Endpoints report these numbers, and a single frame is a valid video.
+    Endpoints report these frame counts, and a single frame is a valid video.
     """
     model = one_latent_world(lingbot_world, tmp_path / "world")
     frames = asyncio.run(frames_of(model, 4))

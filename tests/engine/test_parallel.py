@@ -31,9 +31,9 @@ def one_rank(null_engine: SharedEngine) -> list[list[torch.Tensor]]:
 def test_two_ranks_equal_one(
     null_world: Path, one_rank: list[list[torch.Tensor]], parallel: str
 ) -> None:
-    """Two ranks return the results of one rank for three concurrent sessions.
+    """Two ranks return the same results as one rank for three concurrent sessions.
 
-    With pipeline stages, two batches are in flight. Results are still equal after every kind of
+    With pipeline stages, two batches are in flight. The results stay equal after every kind of
     failure.
     """
 
@@ -74,7 +74,7 @@ def test_two_ranks_equal_one(
 
 @pytest.mark.nightly
 def test_more_batches_in_a_step_than_tensors_in_a_message(null_world: Path) -> None:
-    """A step can have more batches than a message has tensors.
+    """A step can have more batches than one message between ranks can have tensors.
 
     Twelve sessions run in separate batches, and vLLM's ranks on the CPUs of one host send at most
     eight tensors per message.

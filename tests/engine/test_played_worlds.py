@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix-Game 2.0 and Waypoint (tiny) in the real engine: controls, prompts, refusals, two ranks,
-FP8.
+"""Matrix-Game 2.0 and Waypoint (tiny) in the real engine: controls, prompts, refusals, two ranks
+and FP8.
 """
 
 import asyncio
@@ -24,18 +24,18 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Played:
-    """A world model with interactive controls, and the controls that the tests use."""
+    """A world model with interactive controls, and the control inputs that the tests send to it."""
 
     family: str
     """Name of the model family."""
     layout: str
     """Layout of the model's checkpoint."""
     held: list[Any]
-    """Controls of each chunk of a session."""
+    """Controls for each chunk of a session."""
     w_held: torch.Tensor
     """The tensor `buttons` of a chunk during which W is held."""
     refusals: tuple[tuple[dict[str, Any], str], ...]
-    """Fields of a chunk that the model refuses, with words that the reason contains."""
+    """Request fields that the model refuses, each with an excerpt of the error message."""
 
 
 def w_held(num_frames: int, num_buttons: int, button: int) -> torch.Tensor:
@@ -127,7 +127,7 @@ def test_a_world_is_played_through_the_engine(
 ) -> None:
     """Concurrent sessions equal sessions that run by themselves.
 
-    Controls have an effect, forks and resets are exact, and refusals affect no session.
+    Controls change the latents, forks and resets are exact, and refusals affect no session.
     """
     client, held = one_rank.client, model.held
 
@@ -149,7 +149,7 @@ def test_a_world_is_played_through_the_engine(
         assert torch.equal(dense["latents"], entries["latents"])
         await client.send(session_id="b", op="reset")
         assert torch.equal(await play(client, "b", held), alone)
-        if model is WAYPOINT:  # Waypoint needs no image
+        if model is WAYPOINT:  # Waypoint requires no start image
             meta, frames = await client.send(session_id="f")
             assert meta["num_frames"] == 4 and frames["frames"].shape[0] == 4
 
@@ -160,7 +160,9 @@ def test_a_world_is_played_through_the_engine(
 def test_two_ranks_agree_with_one(
     checkpoint: Path, model: Played, alone: torch.Tensor, parallel: str
 ) -> None:
-    """Two ranks return the latents of one rank. Pipeline stages compute exactly the same sums."""
+    """Two ranks return the same latents as one rank. With pipeline stages they are bit-identical,
+    because every sum is the same.
+    """
     difference = (played(checkpoint, model.held, **{parallel: 2}) - alone).abs().max()
     assert difference <= (0.0 if parallel == "pipeline_parallel_size" else TOLERANCE)
 
@@ -183,7 +185,7 @@ def test_waypoint_1_follows_keys_and_prompts(tmp_path: Path) -> None:
     """Keys and a new prompt change Waypoint's next frame, and a repeated session yields the same
     frames.
 
-    A chunk is one frame.
+    A chunk of Waypoint is one frame.
     """
     get_family("waypoint").make_tiny(tmp_path, 0, "v1")
 

@@ -26,11 +26,11 @@ DEADLINES_S = (60.0, 0.001, 60.0)
 def test_a_preset_reaches_the_model_and_late_chunks_are_degraded(
     family: str, tmp_path: Path
 ) -> None:
-    """A preset quantizes weights, keys and values, and the user's option replaces the preset's
-    decoder.
+    """A preset quantizes weights, keys and values, and an option set by the user overrides the
+    preset's decoder.
 
-    A chunk that cannot meet its deadline has two denoise steps and frames of the tiny decoder.
-    Other chunks have all steps.
+    A chunk that cannot meet its deadline runs two denoise steps and is decoded by the tiny decoder.
+    Other chunks run all steps.
     """
     get_family(family).make_tiny(tmp_path, 0, get_family(family).layouts[0])
     image = torch.arange(32 * 48 * 3, dtype=torch.uint8).view(32, 48, 3)

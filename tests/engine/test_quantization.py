@@ -48,8 +48,8 @@ def test_fp8_weights_are_close_to_bf16_and_reload(
 ) -> None:
     """FP8 weights yield latents close to those of bf16, and a reload quantizes the new weights.
 
-    The measured error on a CPU is 0.02, although FP8's step is 1/16 of a value, because the errors
-    of many products average out.
+    The measured error on a CPU is 0.02. This is less than FP8's step size of 1/16 of a value,
+    because the errors of many products average out.
     """
     client = fp8_engine.client
 
@@ -80,8 +80,8 @@ def test_two_ranks_with_fp8_weights_agree_with_one(
 ) -> None:
     """With FP8 weights, two ranks agree with one rank.
 
-    Row-parallel ranks share one scale per channel. The tolerance allows for bf16 sums in a
-    different order.
+    Row-parallel ranks share one scale per channel. The tolerance allows for different summation
+    orders in bf16.
     """
     model = {"sequence_parallel": True} if split == "sequence" else {}
     options: dict[str, Any] = {"dtype": "bfloat16", "tensor_parallel_size": 2, **FP8}

@@ -44,7 +44,7 @@ IMAGE = np.random.default_rng(0).integers(0, 255, (84, 112, 3), dtype=np.uint8)
 
 @dataclass
 class Served:
-    """The three engines on an event loop, which `run` uses."""
+    """The three engines, and the event loop on which `run` runs coroutines."""
 
     runner: asyncio.Runner
     engines: SpeechEngines
@@ -120,7 +120,9 @@ PROMPTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def reference(qwen2_5_omni: Path) -> dict[str, tuple[list[int], list[int], torch.Tensor]]:
-    """Greedy results of transformers for each prompt: reply tokens, codes and waveform."""
+    """Results of transformers' greedy decoding for each prompt: reply tokens, codes and
+    waveform.
+    """
     from PIL import Image
     from transformers import Qwen2_5OmniForConditionalGeneration, Qwen2_5OmniProcessor
 
@@ -188,14 +190,14 @@ def test_tokens_codes_and_sound_equal_transformers(
     assert got_ids == ids
     assert len(sound) == 1 and len(sound[0]) == len(codes) * SAMPLES_PER_CODE
     assert float(wave.std()) > 1e-3
-    # A wrong code would differ by the amplitude of the audio. Kernels in two processes differ only
-    # by rounding.
+    # A wrong code would cause an error as large as the audio's amplitude. Kernels in two processes
+    # differ only by rounding.
     torch.testing.assert_close(sound[0], wave, atol=2e-4, rtol=0)
 
 
 def test_concurrent_requests_equal_single_ones(served: Served) -> None:
-    """With more concurrent requests than slots of the talker, each request has the audio of a run
-    by itself.
+    """With more concurrent requests than talker slots, each request returns the same audio as when
+    it runs by itself.
     """
     prompts = [
         served.prompt(chat(f"Tell me about {word}."))
@@ -221,8 +223,8 @@ def test_concurrent_requests_equal_single_ones(served: Served) -> None:
 
 
 def test_parts_and_text_read_aloud(served: Served) -> None:
-    """Together, streamed audio chunks have the length of the whole clip. Reading a given text aloud
-    yields the audio of the reply with the same text.
+    """Together, the streamed audio chunks are as long as the whole clip. Reading a given text aloud
+    yields the same audio as a reply with this text.
     """
     prompt = served.prompt(PROMPTS["text"][0])
     ids, clip = served.run(served.reply(prompt, GREEDY, "whole"))
@@ -286,7 +288,7 @@ def test_a_killed_engine_is_named_and_nothing_hangs(served: Served) -> None:
         GREEDY, chunk_codes=2, left_codes=0, right_codes=0, num_steps=1000
     )
     children = psutil.Process(os.getpid()).children(recursive=True)
-    # Only token2wav has a long-running command per request, so the test kills its processes.
+    # Only token2wav runs a long command for each request, so the test kills token2wav's processes.
     core = composition.token2wav.engine.engine_core
     victims = [process for process in children if process.pid in engine_pids(core)]
     assert victims

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both workers on a Ray cluster of two nodes: results equal those of one process, and a lost node
-ends the server.
+"""The diffusion worker and the AR worker on a two-node Ray cluster: results equal those of one
+process, and a lost node ends the server.
 
-The nodes are real Ray nodes on this machine (ray_cluster.py). Each node has room for one worker, so
+The nodes are real Ray nodes on this machine (`ray_cluster.py`). Each node can hold one worker, so
 two ranks run on two nodes and communicate over TCP.
 """
 
@@ -43,7 +43,7 @@ def walk(cluster: TwoNodes, *arguments: object) -> set[str]:
     """Run ray_walk.py on the cluster; return the nodes on which workers ran."""
     script = Path(__file__).with_name("ray_walk.py")
     command = [sys.executable, str(script), *map(str, arguments)]
-    # The worker processes import `helpers`.
+    # The worker processes import `helpers`, so its parent folder must be in their PYTHONPATH.
     path = os.pathsep.join(filter(None, (str(script.parents[1]), os.environ.get("PYTHONPATH"))))
     environ = {**cluster.environ, "PYTHONPATH": path}
     done = subprocess.run(
@@ -64,8 +64,8 @@ def walk(cluster: TwoNodes, *arguments: object) -> set[str]:
 def test_two_nodes_equal_one_process(
     cluster: TwoNodes, model: str, tmp_path: Path, parallel: str, request: pytest.FixtureRequest
 ) -> None:
-    """On two nodes, three concurrent sessions equal those of one process bit for bit. Causal Wan's
-    text encoder runs on one node.
+    """Three concurrent sessions on two nodes are bit-identical to those of one process. Causal
+    Wan's text encoder runs on one of the nodes.
     """
     checkpoint: Path = request.getfixturevalue(model)
 
@@ -87,8 +87,8 @@ def test_two_nodes_equal_one_process(
 def test_hidden_states_over_two_nodes(
     cluster: TwoNodes, tiny_language_model: Path, parallel: str
 ) -> None:
-    """Over two nodes, hidden states of the AR worker equal those of transformers, also for layers
-    on the first stage.
+    """On two nodes, the AR worker's hidden states equal those of transformers, including those of
+    layers on the first stage.
     """
     arguments = (
         {parallel: 2, "max_num_batched_tokens": 16}
@@ -117,7 +117,7 @@ def image(client: Client) -> np.ndarray:
 def test_a_lost_node_ends_the_server_and_a_restart_works(
     cluster: TwoNodes, null_world: Path, tmp_path: Path
 ) -> None:
-    """When a node is killed during a chunk, the client receives the error and the server exits.
+    """When a node is killed during a chunk, the client receives an error and the server exits.
 
     After a restart on a new node, the server yields the same frames.
     """

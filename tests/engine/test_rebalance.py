@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that move between stages at startup because of measured times.
+"""At startup, layers move between pipeline stages according to measured times.
 
-Streams equal those of one rank bit for bit.
+The resulting streams are bit-identical to those of one rank.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ MEASURED: dict[str, Any] = {"pipeline_partition": "measured"}
 
 
 def slow(stage: int) -> dict[str, Any]:
-    """Return arguments of an engine with a slow pipeline stage.
+    """Return the arguments for an engine with one slow pipeline stage.
 
     The stage is slow for any number of layers, so all of its layers except one move to other
     stages.

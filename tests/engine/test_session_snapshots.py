@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Snapshots in real engines through `collective_rpc`: restored on another engine, and with several
-ranks.
+"""Snapshots of sessions in real engines through `collective_rpc`: restored on another engine, and
+with several ranks.
 """
 
 import asyncio
@@ -55,7 +55,9 @@ async def chunk(client: EngineClient, session_id: str, index: int, **fields: Any
 
 
 async def walk_and_move(model: Path, folder: Path, **engine_args: Any) -> list[torch.Tensor]:
-    """Save a session, restore it on a second engine, and compare and return the next chunks."""
+    """Save a session and restore it on a second engine; check that both engines generate the same
+    next chunks, and return them.
+    """
     path = folder / "walk.safetensors"
     async with running_engine(model, OPTIONS, dtype="float32", **engine_args) as client:
         for index in range(CHUNKS):
@@ -124,8 +126,8 @@ def test_a_session_of_several_ranks_continues(
 
 @pytest.mark.nightly
 def test_a_session_of_ulysses_ranks_continues(lingbot_world: Path, tmp_path: Path) -> None:
-    """A session of sequence-parallel ranks, which have different heads, continues. A
-    tensor-parallel engine refuses the file.
+    """A session of sequence-parallel ranks, each of which stores different heads, continues after
+    a restore. A tensor-parallel engine refuses the file.
     """
     options = {"model": {**OPTIONS["model"], "sequence_parallel": True}}
 

@@ -57,8 +57,8 @@ def walks(
 ) -> tuple[list[list[torch.Tensor]], list[list[Any]], list[int]]:
     """Run three concurrent sessions and return their latents, embeddings and encoder sizes.
 
-    The embeddings are each rank's sorted list of (session, chunk, embeddings). The sizes are those
-    of the text encoders.
+    The embeddings are one sorted list of (session, chunk, embeddings) per rank. The encoder sizes
+    are one parameter count per rank.
     """
     omni, sizes = SPLITS[split]
     folder.mkdir()
@@ -91,10 +91,10 @@ def test_every_rank_has_the_text_embeddings_of_the_encoding_rank(
     lingbot_world: Path,
     tmp_path: Path,
 ) -> None:
-    """Every rank has the text embeddings of the encoding rank, also when prompts change between
+    """Every rank has the text embeddings of the encoding rank, even when prompts change between
     chunks.
 
-    The latents of a pipeline equal those of one rank bit for bit.
+    With pipeline stages, the latents are bit-identical to those of one rank.
     """
     expected, (embeddings,), (encoder,) = alone
     assert len([1 for session, *_ in embeddings if session in PROMPTS]) == 5 and encoder

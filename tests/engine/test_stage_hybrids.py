@@ -2,9 +2,9 @@
 """Combinations of pipeline stages, a VAE stage, tensor parallelism and Ulysses, compared with one
 rank.
 
-The engines have up to four ranks. Three sessions run concurrently, and one of them decodes. Stages
-compute the same sums, so their results are equal bit for bit. Ranks that share a layer sum in a
-different order.
+The engines have up to four ranks. Three sessions run concurrently, and one of them decodes.
+Pipeline stages compute the same sums as one rank, so their results are bit-identical. Ranks that
+share a layer sum in a different order.
 """
 
 import asyncio
@@ -32,7 +32,9 @@ WINDOW = {"window_frames": 7, "sink_frames": 2}
 TOLERANCE = 2e-4
 """Absolute tolerance for fp32 latents of order 1 after four chunks of five passes."""
 LEVELS = 2
-"""Tolerance in levels of 255, for frames that are decoded from latents within `TOLERANCE`."""
+"""Tolerance for pixel values from 0 to 255, for frames decoded from latents that are equal within
+`TOLERANCE`.
+"""
 TP2, U2, PP2, PP3 = (
     {"tensor_parallel_size": 2},
     {"tensor_parallel_size": 2, "sequence_parallel": True},
@@ -42,7 +44,7 @@ TP2, U2, PP2, PP3 = (
 VAE: dict[str, Any] = {"vae_stage": True}
 BANDS: dict[str, Any] = {"vae_parallel": True}
 SETTINGS: dict[str, tuple[dict[str, Any], bool]] = {
-    # flags, and whether results are equal bit for bit
+    # engine arguments, and whether the results are bit-identical
     "vae_stage": (PP2 | VAE, True),
     "PP2 + vae_stage": (PP3 | VAE, True),
     "vae_stage, late results": (PP2 | VAE | {"overlap_decode": True}, True),
@@ -154,8 +156,8 @@ def worlds(lingbot_world: Path) -> Results:
 
 
 async def check_aborts(client: EngineClient, name: str, chunks: Chunks) -> None:
-    """Abort a chunk at several times. Every rank must drop the chunk, so that later chunks still
-    agree.
+    """Abort a chunk at several points in time. Every rank must drop the chunk, so that later chunks
+    still agree.
     """
     for number, delay_s in enumerate((0.0, 0.02, 0.1, 0.3)):
         fields, tensors = chunks(CHUNKS, 1)

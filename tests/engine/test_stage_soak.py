@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A thousand requests, aborts and failures at random times with pipeline stages, from a fixed seed.
 
-Each request ends once and in an expected way, no rank retains state, and every result equals that
-of an undisturbed run bit for bit.
+Each request ends exactly once and in an expected way, no rank retains state, and every result is
+bit-identical to that of an undisturbed run.
 """
 
 import asyncio

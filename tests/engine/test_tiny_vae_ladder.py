@@ -36,7 +36,7 @@ OMNI = {
 
 @dataclass
 class Stream:
-    """A stream: the frames and the degradations of each chunk."""
+    """The frames and degradations of each chunk of a stream."""
 
     frames: list[torch.Tensor] = field(default_factory=list)
     degradations: list[list[str]] = field(default_factory=list)
@@ -81,12 +81,12 @@ def decoded_here(
 
 
 def test_overload_uses_the_tiny_decoder_until_it_ends(causal_wan: Path) -> None:
-    """During overload, chunks use the tiny decoder, and afterwards the streams return to full
-    quality.
+    """During overload, chunks are decoded by the tiny decoder; afterwards, the streams return to
+    full quality.
 
-    Chunks of several streams are due before a single one could be generated. Degraded chunks report
-    their degradations, have the right number of frames, and equal the tiny decoder's output for
-    undegraded latents. A concurrent stream without a deadline is not degraded.
+    The deadlines of several streams are too short to generate even a single chunk. Degraded chunks
+    report their degradations, have the right number of frames, and equal the tiny decoder's output
+    for undegraded latents. A concurrent stream without a deadline is not degraded.
     """
     alone, patient = Stream(), Stream()
     watched = [Stream() for _ in range(STREAMS)]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The VAE as a separate pipeline stage: real engines with one process per rank equal one rank bit
-for bit.
+"""The VAE as a separate pipeline stage: real engines with one process per rank are bit-identical to
+one rank.
 """
 
 import asyncio
@@ -102,8 +102,8 @@ async def check_lost_session(client: EngineClient) -> None:
 def test_a_decoding_stage_equals_one_rank(
     null_engine: SharedEngine, null_world: Path, overlap: bool
 ) -> None:
-    """With a VAE stage, concurrent sessions, every kind of failure and a fork have the results and
-    states of one rank.
+    """With a VAE stage, concurrent sessions, a fork and every kind of failure lead to the same
+    results and states as on one rank.
     """
 
     async def all_of_it(client: EngineClient) -> list[list[torch.Tensor]]:

@@ -17,8 +17,8 @@ from vllm_omni.worker import SharedGPUWorker
 FOLDER = "OMNI_TEST_TEXTS"
 """Environment variable with the directory in which each rank writes `rank{N}.jsonl`.
 
-The first line is the number of parameters of the rank's text encoder. Each prompt adds a line
-[session, chunk, digests of the embeddings].
+The first line is the number of parameters of the rank's text encoder. One line [session, chunk,
+digests of the embeddings] follows for each prompt.
 """
 
 

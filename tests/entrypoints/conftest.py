@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fixture that every endpoint test uses."""
+"""Fixture that applies to every endpoint test."""
 
 from collections.abc import Iterator
 
@@ -9,6 +9,6 @@ from helpers.fake_engine import EndpointServer
 
 @pytest.fixture(scope="module", autouse=True)
 def _servers_end() -> Iterator[None]:
-    """Check at the end of a module that each of its servers has ended."""
+    """Check at the end of each test module that all of the module's servers have ended."""
     yield
     EndpointServer.wait_until_all_ended()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys, tickets and origins without sockets. The application is called as a server calls it, and
-the scope that reaches the endpoint is compared.
+"""Keys, tickets and origins, tested without sockets: the tests call the application as a server
+would and compare the scope that reaches the endpoint.
 
 Tests over real sockets with stock vLLM's key check are in
 tests/entrypoints/webui/test_browser_access.py.
@@ -61,7 +61,7 @@ class GuardedApp:
         await websocket.close()
 
     def call(self, scope: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return every message that the application sends for one connection."""
+        """Return every message that the application sends for a connection with this scope."""
         sent: list[dict[str, Any]] = []
 
         async def receive() -> dict[str, Any]:
@@ -94,8 +94,8 @@ class GuardedApp:
         return body["ticket"]
 
     def connect(self, path: str = ENDPOINT, **fields: Any) -> str | int:
-        """Return the first message to a WebSocket: `websocket.accept`, or the status of a
-        refusal.
+        """Return the first message that a WebSocket handshake gets: `websocket.accept`, or the
+        status of the refusal.
         """
         first = self.call(socket_scope(path, **fields))[0]
         return first.get("status", first["type"])
@@ -108,7 +108,7 @@ def raw(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
 def socket_scope(
     path: str, protocols: tuple[str, ...] = (), query: bytes = b"", **fields: Any
 ) -> dict[str, Any]:
-    """Return a scope as uvicorn creates it.
+    """Return a WebSocket scope as uvicorn creates it.
 
     Args:
         fields: `root_path`, `headers` (a dictionary), or any other key.
@@ -172,26 +172,26 @@ def test_keys_come_from_the_command_line_or_the_environment(
     ],
 )
 def test_a_header_identifies_its_key(guarded: GuardedApp, header: str, index: int | None) -> None:
-    """A header identifies its key whatever the case of the scheme, and no bytes from a client raise
-    an error.
+    """The key in an authorization header is identified whatever the case of the scheme, and no
+    header bytes from a client raise an exception.
     """
     assert guarded.access.key_index(Headers(raw=raw({"authorization": header}))) == index
     assert guarded.access.key_index(Headers({})) is None
 
 
 def test_a_key_that_is_no_text_is_taken_as_its_bytes() -> None:
-    """A server starts with a key that is not UTF-8, which the operating system passes with
-    surrogates.
+    """A server starts even if a key is not valid UTF-8. The operating system passes such a key with
+    surrogates, and its bytes are used.
     """
     access = BrowserAccess(["k\udcff", "plain"], SECRET)
     assert access.needs_key and access.key_index(Headers({"authorization": "Bearer plain"})) == 1
 
 
 def test_without_keys_there_is_nothing_to_guard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without keys, no secret is derived, because that takes a while, and none is read from the
+    """Without keys, no secret is derived, because deriving it takes time, and none is read from the
     environment.
     """
-    # Calling None would fail.
+    # The test fails if `derive_secret` is called.
     monkeypatch.setattr("vllm_omni.entrypoints.limits.access.derive_secret", None)
     assert not BrowserAccess([], {}).needs_key
     assert GuardedApp([]).send("/work")[:2] == (200, "done")
@@ -207,15 +207,15 @@ def test_the_default_secret_is_in_the_environment_of_this_process(
 
 
 def test_a_ticket_represents_its_key(guarded: GuardedApp) -> None:
-    """The endpoint gets the key that the ticket was issued for."""
+    """The endpoint receives the key for which the ticket was issued."""
     for key in KEYS:
         assert guarded.connect(protocols=(f"ticket.{guarded.ticket(key)}",)) == "websocket.accept"
         assert (b"authorization", f"Bearer {key}".encode()) in guarded.seen[-1]["headers"]
 
 
 def test_a_key_may_have_characters_beyond_ascii() -> None:
-    """A browser sends the character `ü` in a header as one byte, and the ticket is valid for that
-    key.
+    """A key may contain characters beyond ASCII. A browser sends the character `ü` in a header as
+    one byte, and a ticket requested with that header is valid for the key.
     """
     guarded = GuardedApp(["schlüssel"])
     assert guarded.send("/work", authorization="Bearer schlüssel")[0] == 200
@@ -225,7 +225,7 @@ def test_a_key_may_have_characters_beyond_ascii() -> None:
 
 
 def test_open_paths_are_the_probes_and_those_of_the_page() -> None:
-    """Only the probes and the open paths that are added for the page can be used without a key."""
+    """Without a key, only the probes and the open paths that are added for the page can be used."""
     guarded = GuardedApp(open_paths=("/page",))
     assert guarded.access.open_paths == OPEN_PATHS | {"/page"}
     assert [guarded.send(path)[0] for path in ("/page", "/health", "/work")] == [200, 200, 401]
@@ -240,7 +240,7 @@ def test_the_ticket_route_takes_posts_only_and_is_not_advertised(guarded: Guarde
 
 
 def test_the_ticket_response_is_complete_and_not_cached(guarded: GuardedApp) -> None:
-    """The complete response with a ticket must not be cached."""
+    """The response with a ticket is complete and must not be cached."""
     status, body, headers = guarded.send(TICKET_PATH, "POST", authorization=f"Bearer {KEYS[1]}")
     assert status == 200 and headers["cache-control"] == "no-store"
     assert (
@@ -252,7 +252,7 @@ def test_the_ticket_response_is_complete_and_not_cached(guarded: GuardedApp) -> 
 
 
 def test_a_refusal_has_the_text_of_stock_vllm(guarded: GuardedApp) -> None:
-    """A refusal of a request or a WebSocket has the text of stock vLLM."""
+    """A refused request or WebSocket gets the same text as from stock vLLM."""
     assert guarded.send("/work")[:2] == (401, {"error": "Unauthorized"})
     start, body = guarded.call(socket_scope("/v1/walk/along"))[:2]
     assert (start["type"], start["status"]) == ("websocket.http.response.start", 401)
@@ -261,8 +261,8 @@ def test_a_refusal_has_the_text_of_stock_vllm(guarded: GuardedApp) -> None:
 
 
 def test_tickets_are_refused_even_if_the_guard_was_passed(guarded: GuardedApp) -> None:
-    """The ticket route checks the key itself even behind the guard, because a proxy may rewrite
-    paths.
+    """The ticket route checks the key itself, even if a request has passed the guard, because a
+    proxy may rewrite paths.
     """
     app = FastAPI()
     app.add_api_route("/rewritten", guarded.access._ticket, methods=["POST"])
@@ -272,8 +272,8 @@ def test_tickets_are_refused_even_if_the_guard_was_passed(guarded: GuardedApp) -
 
 
 def test_a_preflight_request_needs_no_key(guarded: GuardedApp) -> None:
-    """A preflight request needs no key, because a browser sends `OPTIONS` without headers, and the
-    application responds to the request.
+    """A preflight request reaches the application without a key, because browsers send `OPTIONS`
+    requests without credentials.
     """
     assert guarded.send("/work", "OPTIONS")[:2] == (200, "done")
     assert guarded.send("/work", "options")[0] == 401
@@ -297,8 +297,8 @@ def test_paths_are_compared_without_the_root_path(
 
 @pytest.mark.parametrize("root", ["", "/at"])
 def test_the_endpoint_gets_its_path_and_no_ticket(guarded: GuardedApp, root: str) -> None:
-    """The endpoint gets its path without the ticket. Origin, other headers, subprotocols and query
-    are unchanged and in order.
+    """The endpoint gets its own path and no ticket. The origin, other headers, subprotocols and
+    query are unchanged and in order.
     """
     ticket = guarded.ticket(KEYS[1], origin=ORIGIN)
     scope = socket_scope(
@@ -332,7 +332,7 @@ def test_the_endpoint_gets_its_path_and_no_ticket(guarded: GuardedApp, root: str
 
 
 def test_optional_keys_of_a_scope_may_be_absent(guarded: GuardedApp) -> None:
-    """The endpoint works without optional keys of the scope."""
+    """The guard works if optional keys of the scope are absent."""
     scope = socket_scope(ENDPOINT, headers={"authorization": f"Bearer {KEYS[0]}"})
     for name in (
         "root_path",
@@ -351,8 +351,8 @@ def test_optional_keys_of_a_scope_may_be_absent(guarded: GuardedApp) -> None:
 
 
 def test_a_key_on_the_browser_path_is_passed_on(guarded: GuardedApp) -> None:
-    """A program may send its key on the browser path. A ticket that is sent with the key is not
-    used up.
+    """A program may send its key on the browser path, and the key is passed on. A ticket that is
+    sent together with the key is not used up.
     """
     ticket = guarded.ticket()
     headers = {"authorization": f"Bearer {KEYS[1]}", "x-more": "1"}
@@ -374,8 +374,8 @@ def test_without_keys_the_browsers_path_is_open() -> None:
 
 
 def test_a_ticket_in_a_subprotocol_precedes_one_in_the_query(guarded: GuardedApp) -> None:
-    """A ticket in a subprotocol takes precedence over one in the query, and the first ticket
-    counts. Other subprotocols are not tickets.
+    """A ticket in a subprotocol takes precedence over a ticket in the query. If there are several
+    tickets, the first is used. Other subprotocols are not tickets.
     """
     good, query = guarded.ticket(), guarded.ticket()
     assert (
@@ -462,8 +462,8 @@ def test_a_refused_ticket_is_reported_and_logged(
 def test_a_page_of_another_origin_cannot_use_the_server(
     method: str, path: str, headers: dict[str, str], status: int
 ) -> None:
-    """`Origin` and `Sec-Fetch-Site` decide whether a page may use the server. Links to pages,
-    listed origins and programs are not affected.
+    """`Origin` and `Sec-Fetch-Site` determine whether a page may use the server. A page of another
+    origin may not, but links to pages, listed origins and programs are accepted.
     """
     app = FastAPI()
     for route in ("/work", "/page"):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slow request bodies end with 408, whatever the route does with them. Other bodies are not
-affected.
+"""Requests with slow bodies end with 408, whatever the route does with the body. Other bodies are
+not affected.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ LARGE = 64 << 20
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> FastAPI:
-    """Return an application in which `/length` returns the length of its body and `/large` sends a
-    file.
+    """Return an application in which `/length` returns the length of the request body and `/large`
+    sends a file.
     """
     app = FastAPI()
     large: Path = tmp_path_factory.mktemp("download") / "large"
@@ -81,8 +81,8 @@ def port(request: pytest.FixtureRequest, app: FastAPI) -> Iterator[int]:
 def post(
     port: int, parts: list[bytes], pause_s: float, path: str = "/length"
 ) -> tuple[bytes, float]:
-    """Send a body in pieces. Return all bytes until the server closes the connection, and the time
-    this took.
+    """Send a body in pieces. Return all bytes received until the server closes the connection, and
+    the time until then.
     """
     length = sum(map(len, parts))
     started_s = time.monotonic()
@@ -119,8 +119,8 @@ def post(
 
 def test_a_client_that_sends_all_before_it_reads_gets_its_response(port: int) -> None:
     """A client that sends its whole body before it reads gets its response. If the server closed
-    the connection with unread bytes, it would be reset, and a client such as urllib would not see
-    the response.
+    the connection while bytes were unread, the connection would be reset, and a client such as
+    urllib would not see the response.
     """
     length = 16 << 20
     with socket.create_connection(("127.0.0.1", port), timeout=seconds(10)) as sock:
@@ -135,8 +135,8 @@ def test_a_client_that_sends_all_before_it_reads_gets_its_response(port: int) ->
 
 
 def test_refused_bodies_of_one_client_are_read_slowly(port: int, app: FastAPI) -> None:
-    """Refused bodies of one client are read slowly, because reading them at full speed would take a
-    core from other clients.
+    """Refused bodies of one client are read slowly, because reading them at full speed would occupy
+    a core and slow down other clients.
     """
     with ExitStack() as stack:
         before, started_s = app.state.bytes_read, time.monotonic()
@@ -170,8 +170,8 @@ def test_a_response_does_not_wait_for_a_missing_body(port: int) -> None:
 
 @pytest.mark.parametrize("sent", [0, 3], ids=["nothing", "a byte now and then"])
 def test_a_slow_body_ends_with_408(port: int, sent: int) -> None:
-    """After the grace period, a client with a slow body gets the reason, and the connection is
-    closed.
+    """After the grace period, a client that sends its body slowly gets 408 with the reason, and the
+    connection is closed.
     """
     response, took_s = post(port, [b"x"] * sent + [b"x"] * 1000, 0.1 if sent else 60.0)
     head, _, body = response.partition(b"\r\n\r\n")
@@ -192,7 +192,7 @@ def test_a_fast_enough_body_may_take_longer_than_the_grace_period(port: int) -> 
 
 
 def test_a_download_ends_with_its_reader(port: int, app: FastAPI) -> None:
-    """A client that does not read its download is disconnected within the deadline, and its file is
+    """A client that does not read its download is disconnected within the deadline, and the file is
     closed. Another client gets the whole file.
     """
     request = b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"

@@ -66,7 +66,7 @@ uvloop.run(main())
 
 
 class Serving:
-    """A server and two sleeping processes, which stand for its engine core and a worker. `is_dead`
+    """A server and two sleeping processes, which represent its engine core and a worker. `is_dead`
     checks only the engine core.
     """
 
@@ -97,7 +97,7 @@ class Serving:
         return True
 
     def end(self) -> tuple[int, str, str]:
-        """Wait for the end. Return the exit status, the output and the log."""
+        """Wait until the server has exited. Return its exit status, output and log."""
         out, log = self.process.communicate(timeout=seconds(20))
         return self.process.returncode, out, log
 
@@ -112,7 +112,7 @@ def serving() -> Iterator[Serving]:
 
 
 def test_a_dead_engine_ends_the_server_with_its_status(serving: Serving) -> None:
-    """When the engine dies, the notification is sent first, and the server exits with the
+    """When the engine dies, the notification is sent first. The server then exits with the
     documented status and without a traceback.
     """
     serving.engine.kill()
@@ -122,8 +122,8 @@ def test_a_dead_engine_ends_the_server_with_its_status(serving: Serving) -> None
 
 
 def test_a_dead_worker_is_reported_before_the_engine_core_ends(serving: Serving) -> None:
-    """A dead worker is reported at once, although vLLM's engine core waits for the other workers
-    for seconds. The rest of the engine is killed with the server.
+    """A dead worker is reported immediately, although vLLM's engine core waits several seconds for
+    the other workers. When the server exits, the rest of the engine is killed.
     """
     killed_s = time.monotonic()
     serving.worker.kill()
@@ -136,8 +136,8 @@ def test_a_dead_worker_is_reported_before_the_engine_core_ends(serving: Serving)
 
 
 def test_a_stopped_engine_is_ended_after_its_time(serving: Serving) -> None:
-    """A stopped engine is killed after its time limit. An engine that continues in time is not
-    affected.
+    """An engine stopped by SIGSTOP is treated as dead and killed after a time limit. An engine that
+    continues within the limit is not affected.
     """
     serving.engine.send_signal(signal.SIGSTOP)
     exactly(0.5)  # half of the time limit of a stopped engine

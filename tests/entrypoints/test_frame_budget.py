@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each connection has a limit on small WebSocket frames."""
+"""The rate of small WebSocket frames is limited per connection."""
 
 import contextlib
 import logging
@@ -25,8 +25,8 @@ BURST = int(BUDGET.burst)
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """Start a server with the limit. `/count` responds to each message with its length, and `/late`
-    accepts after a delay.
+    """Start a server with this limit. `/count` responds to each message with its length, and
+    `/late` accepts the connection after a delay.
     """
     app = FastAPI()
 
@@ -69,8 +69,8 @@ def read_on(client: ClientConnection) -> None:
     ids=str,
 )
 def test_fragments_within_the_budget_are_one_message(port: int, total: int, size: int) -> None:
-    """A message may have any number of fragments of at least 1 KiB, and smaller fragments up to the
-    burst.
+    """A message may have any number of fragments of at least 1 KiB, and as many smaller fragments
+    as the burst allows.
     """
     with connect(f"ws://127.0.0.1:{port}/count", compression=None) as client:
         client.socket.sendall(fragments(total, size))
@@ -78,7 +78,9 @@ def test_fragments_within_the_budget_are_one_message(port: int, total: int, size
 
 
 def test_the_budget_comes_back_with_time(port: int) -> None:
-    """A client that pauses may send more frames than the burst."""
+    """The budget refills over time, so a client that pauses may send more small frames in total
+    than the burst.
+    """
     ping = Frame(Opcode.PING, b"").serialize(mask=True)
     with connect(f"ws://127.0.0.1:{port}/count", compression=None) as client:
         client.socket.sendall((BURST - 5) * ping)
@@ -107,7 +109,9 @@ def test_a_flood_is_closed_with_1008_and_a_reason(port: int, opcode: Opcode) -> 
 
 
 def test_a_flood_is_hardly_parsed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a flood, at most the frames of one second and one slice are parsed."""
+    """When a client floods the server with frames, at most the frames of one second plus one slice
+    are parsed.
+    """
     parsed: list[Frame] = []
     take = Protocol.recv_frame
 
@@ -128,8 +132,9 @@ def test_a_flood_is_hardly_parsed(port: int, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_flood_during_the_handshake_is_disconnected(
     port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A client that floods during the handshake is disconnected, because there is no WebSocket to
-    close yet. The application's late accept is not an error.
+    """A client that floods the server during the handshake is disconnected, because there is no
+    WebSocket to close yet. If the application accepts the connection afterwards, no error is
+    raised.
     """
     caplog.set_level(logging.ERROR)
     head = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages that are written together arrive as if each were written separately."""
+"""Messages that are written together arrive as if each had been written separately."""
 
 import asyncio
 import socket
@@ -65,7 +65,7 @@ def application(writes: list[list[int]]) -> FastAPI:
         writer = writer_of(websocket.scope)
         assert writer is not None
         assert writer.has_room
-        writer.write([MUCH])  # more than the kernel buffers without a reader
+        writer.write([MUCH])  # more than the kernel buffers if the client does not read
         assert not writer.has_room
         sending = [asyncio.ensure_future(writer.send(messages)) for messages in ([b"last"], [])]
         await pause_task(0.1)
@@ -103,7 +103,9 @@ def port(request: pytest.FixtureRequest, writes: list[list[int]]) -> Iterator[in
 @pytest.mark.parametrize("opcode", [Opcode.TEXT, Opcode.BINARY])
 @pytest.mark.parametrize("num_bytes", [0, 1, 125, 126, 127, 65535, 65536, 1 << 20])
 def test_headers_are_those_of_the_library(opcode: Opcode, num_bytes: int) -> None:
-    """The headers equal those of the library at each length at which the encoding changes."""
+    """The frame headers equal those of the `websockets` library at each length at which the
+    encoding changes.
+    """
     whole = Frame(opcode, bytes(num_bytes)).serialize(mask=False)
     assert frame_header(opcode, num_bytes) == whole[: len(whole) - num_bytes]
 
@@ -111,8 +113,8 @@ def test_headers_are_those_of_the_library(opcode: Opcode, num_bytes: int) -> Non
 def test_messages_of_a_group_arrive_one_by_one_and_in_order(
     port: int, writes: list[list[int]]
 ) -> None:
-    """Bytes, buffers and texts of any length share one write and arrive in order, before later
-    messages.
+    """Bytes, buffers and texts of any length are sent in one write and arrive in order, before
+    later messages.
     """
     writes.clear()
     with connect(f"ws://127.0.0.1:{port}/group", compression=None, max_size=None) as client:
@@ -124,7 +126,7 @@ def test_messages_of_a_group_arrive_one_by_one_and_in_order(
 
 
 def test_compressed_connections_do_not_offer_it(writes: list[list[int]]) -> None:
-    """A compressed connection does not offer grouped writes, because the library must write its
+    """A compressed connection does not offer grouped writes, because only the library can write
     compressed frames.
     """
     for port in served(writes, ws_per_message_deflate=True):
@@ -133,7 +135,9 @@ def test_compressed_connections_do_not_offer_it(writes: list[list[int]]) -> None
 
 
 def test_nothing_is_sent_after_a_close(port: int, writes: list[list[int]]) -> None:
-    """After a close, nothing is sent, and the application gets ClientDisconnected."""
+    """After a connection is closed, nothing is sent, and sending raises ClientDisconnected in the
+    application.
+    """
     writes.clear()
     with connect(f"ws://127.0.0.1:{port}/late", compression=None) as client:
         assert list(client) == []
@@ -142,8 +146,8 @@ def test_nothing_is_sent_after_a_close(port: int, writes: list[list[int]]) -> No
 
 
 def test_a_send_waits_for_a_reader(port: int, writes: list[list[int]]) -> None:
-    """A message waits until there is room in the buffer. An empty send waits until the kernel has
-    all bytes.
+    """Sending a message waits until there is room in the buffer. An empty send waits until the
+    kernel has taken all bytes.
     """
     writes.clear()
     lines = ["GET /waiting HTTP/1.1", "Host: x", "Upgrade: websocket", "Connection: Upgrade"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM at a server with `GracefulStop` and without an engine: which requests are finished or
+"""SIGTERM to a server that has `GracefulStop` but no engine: which requests are finished or
 refused, and the time limit.
 """
 
@@ -50,8 +50,8 @@ app.state.server.run()
 
 
 class Stopping:
-    """A server with requests that take `work_s`, endpoints that finish after `finish_s`, and a time
-    limit of `timeout_s`.
+    """A server whose requests take `work_s`, whose endpoints finish `finish_s` after SIGTERM, and
+    whose time limit for stopping is `timeout_s`.
     """
 
     def __init__(self, work_s: float, finish_s: float, timeout_s: float) -> None:
@@ -69,7 +69,7 @@ class Stopping:
         assert self.process.poll() is None
 
     def call(self, path: str, method: str = "GET") -> tuple[int, str]:
-        """Return (status, body), or (0, "") if there is no response."""
+        """Send a request and return (status, body), or (0, "") if there is no response."""
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", method=method)
         try:
             with urllib.request.urlopen(request, timeout=seconds(20)) as response:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits on request headers apply before the key check, tested over real sockets."""
+"""Limits on request headers apply before the key check. The tests use real sockets."""
 
 import socket
 from argparse import Namespace
@@ -21,8 +21,8 @@ MOST_HEADERS = 40
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """Start a server as vLLM does. `/echo` is a WebSocket, and `/body` returns the number of bytes
-    received.
+    """Start a server in the way that vLLM does. `/echo` is a WebSocket, and `/body` returns the
+    number of body bytes received.
     """
     app = FastAPI()
     app.state.args = Namespace(h11_max_header_count=MOST_HEADERS)
@@ -44,8 +44,8 @@ def port() -> Iterator[int]:
 
 
 def response(port: int, request: bytes) -> bytes:
-    """Send a request, which may be incomplete, and return all bytes until the server closes the
-    connection.
+    """Send a request, which may be incomplete, and return all bytes received until the server
+    closes the connection.
     """
     said = b""
     with socket.create_connection(("127.0.0.1", port)) as sock:
@@ -67,8 +67,8 @@ def request(headers: bytes, body: bytes = b"") -> bytes:
 
 
 def test_headers_without_an_end_close_the_connection(port: int) -> None:
-    """For headers without an end, the server buffers at most 64 KiB before it closes the
-    connection, even after an earlier request on the same connection.
+    """If a client sends headers that never end, the server buffers at most 64 KiB before it closes
+    the connection, even after an earlier request on the same connection.
     """
     first = b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
     endless = b"".join(b"X-%07d: %s\r\n" % (number, b"a" * 1000) for number in range(2000))
@@ -87,7 +87,9 @@ def test_headers_are_counted(port: int, count: int, status: bytes) -> None:
 
 
 def test_a_long_header_and_a_large_body_are_accepted(port: int) -> None:
-    """The header limit does not apply to bodies, whole or chunked."""
+    """A long header and a large body are accepted, because the header limit does not apply to
+    bodies, with or without chunked encoding.
+    """
     assert b'"3000000 bytes"' in response(
         port, request(b"X-Long: %s\r\n" % (b"a" * 60_000), b"b" * 3_000_000)
     )
@@ -112,8 +114,8 @@ def test_a_websocket_handshake_has_the_same_limits(port: int) -> None:
 
 
 def test_the_defaults_are_those_of_vllm() -> None:
-    """The defaults equal those of vLLM, because a changed default would be mistaken for the
-    operator's setting.
+    """The constants equal vLLM's defaults. If vLLM changed a default, the new value would be
+    mistaken for the operator's setting.
     """
     args = serve_parser().parse_args(["serve", "model"])
     assert (args.h11_max_incomplete_event_size, args.h11_max_header_count) == (

@@ -2,8 +2,8 @@
 """Hidden states over HTTP from a stock `vllm serve` of a text model with this package's worker,
 scheduler and endpoint plugin.
 
-All tests share one server, which exports spans to a collector in this process. One API key of the
-server has a small quota.
+All tests share one server, which exports spans to a collector in this process. One of the server's
+API keys has a small quota.
 """
 
 import hashlib
@@ -120,7 +120,7 @@ def server(
     with log.open("wb") as output:
         process = subprocess.Popen(
             [Path(sys.executable).parent / "vllm", "serve", str(tiny_language_model), *flags],
-            # Compiling the sampler for the first request takes half a minute of CPU time.
+            # Compiling the sampler for the first request would take half a minute of CPU time.
             env={**os.environ, **plugins, "TORCHDYNAMO_DISABLE": "1"},
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -145,8 +145,8 @@ def reference(model: Path, token_ids: list[int]) -> tuple[torch.Tensor, ...]:
 
 
 def assert_equal_transformers(server: Server, states: HiddenStates) -> None:
-    """Assert that there is one position per token except the last, and that they equal a plain
-    forward pass (fp32: 1e-4).
+    """Assert that there are hidden states for every token except the last, and that they equal
+    those of a forward pass of transformers (fp32: 1e-4).
     """
     expected = reference(server.model, states.token_ids.tolist())
     assert states.positions.tolist() == list(range(len(states.positions)))
@@ -155,8 +155,8 @@ def assert_equal_transformers(server: Server, states: HiddenStates) -> None:
 
 
 def test_a_completion_is_stock_and_its_hidden_states_can_be_fetched(server: Server) -> None:
-    """A request for hidden states does not change the generated text. The hidden states equal a
-    transformers forward pass over prompt and completion.
+    """Requesting hidden states does not change the generated text. The hidden states equal those of
+    a transformers forward pass over prompt and completion.
     """
     plain = server.post("/v1/completions", prompt=PROMPT).json()
     requested = server.post("/v1/completions", prompt=PROMPT, vllm_xargs=REQUESTED).json()
@@ -173,8 +173,8 @@ def test_a_completion_is_stock_and_its_hidden_states_can_be_fetched(server: Serv
 
 
 def test_chat_streams_text_and_hidden_states_follow(server: Server) -> None:
-    """The server-sent events of a chat are those of stock vLLM, and the hidden states are available
-    after the last event.
+    """The server-sent events of a streamed chat are the same as from stock vLLM, and the hidden
+    states are available after the last event.
     """
     body = {"messages": [{"role": "user", "content": PROMPT}]}
     plain = server.events("/v1/chat/completions", **body)
@@ -186,7 +186,8 @@ def test_chat_streams_text_and_hidden_states_follow(server: Server) -> None:
         )
 
     assert text(requested) == text(plain) != ""
-    # The number of events depends on the machine, because unread tokens are combined in one event.
+    # The number of events depends on the machine, because tokens that the server has not sent yet
+    # are combined into one event.
     reasons = [choice["finish_reason"] for event in requested for choice in event["choices"]]
     assert len(reasons) > 1  # the role arrives before any text
     assert {event["object"] for event in requested} == {"chat.completion.chunk"}
@@ -197,7 +198,7 @@ def test_chat_streams_text_and_hidden_states_follow(server: Server) -> None:
 
 def test_a_choice_without_hidden_states_gets_none(server: Server) -> None:
     """The completion of the first prompt stops at its first token, so it has no `generated`
-    position. The hidden states of the second prompt stay at index 1.
+    position and no hidden states. The hidden states of the second prompt stay at index 1.
     """
     prompts = ["sea", "the sky"]
     first = server.post(
@@ -226,7 +227,7 @@ def test_a_choice_without_hidden_states_gets_none(server: Server) -> None:
 def test_a_wrong_request_is_a_client_error(
     server: Server, omni: str, status: int, named: str, stream: bool
 ) -> None:
-    """The error for a wrong request contains the reason, and other requests are not affected."""
+    """The error for an invalid request contains the reason, and other requests are not affected."""
     response = server.post(
         "/v1/completions", prompt=PROMPT, vllm_xargs={"omni": omni}, stream=stream
     )
@@ -251,7 +252,7 @@ def test_an_unknown_id_is_not_found(server: Server) -> None:
 
 
 def test_responses_and_log_lines_have_the_request_id(server: Server) -> None:
-    """The client's request id, or a new one, is in the responses of vLLM's and of this package's
+    """The client's request id, or a new id, appears in responses from vLLM's and this package's
     routes, and in the access log.
     """
     mine = {"X-Request-Id": "mine-1"}
@@ -289,7 +290,7 @@ def test_a_request_is_a_span_of_the_callers_trace(server: Server, collector: Col
 
 
 def test_a_key_beyond_its_quota_is_refused(server: Server) -> None:
-    """The third request within a minute gets 429 with a time, and other clients are not
+    """The third request within a minute gets 429 with a retry time, and other clients are not
     affected.
     """
     small = {"Authorization": f"Bearer {SMALL_KEY}"}
@@ -307,8 +308,8 @@ def test_a_key_beyond_its_quota_is_refused(server: Server) -> None:
 def test_a_client_that_leaves_frees_its_request(server: Server) -> None:
     """A disconnect aborts the request as in stock vLLM and leaves no hidden states.
 
-    The request has many choices, of which only four run at a time. On any machine, the last choice
-    therefore waits for seconds after the first token.
+    The request has many choices, of which only four run at a time, so that on any machine the last
+    choice waits for seconds after the first token.
     """
     choices = 64
     body = {
@@ -328,7 +329,7 @@ def test_a_client_that_leaves_frees_its_request(server: Server) -> None:
     ) as stream:
         lines = (
             stream.iter_lines()
-        )  # a reference, because httpx closes the connection with the iterator
+        )  # keep a reference: httpx closes the connection with the iterator
         first = json.loads(next(lines).removeprefix("data: "))
         assert server.fetch(first["id"], choices - 1).status_code == 409
     wait_until(lambda: server.fetch(first["id"], choices - 1).status_code != 409, 60, every_s=0.1)
@@ -336,8 +337,8 @@ def test_a_client_that_leaves_frees_its_request(server: Server) -> None:
 
 
 def test_the_online_example_prints_text_and_shapes(server: Server, tmp_path: Path) -> None:
-    """The online example runs from its own command line, prints text and shapes, and writes a file
-    that can be read.
+    """The online example runs from its command line, prints text and shapes, and writes a file that
+    can be read.
     """
     script = Path(__file__).parents[2] / "examples" / "online_serving" / "hidden_states.py"
     out = tmp_path / "states.safetensors"

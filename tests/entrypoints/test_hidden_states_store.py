@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HiddenStatesStore returns each result once, limits the stored bytes, and deletes results after
-some seconds.
+"""HiddenStatesStore returns each result once, limits the number of stored bytes, and deletes
+results after some seconds.
 """
 
 import pytest
@@ -21,7 +21,7 @@ class Clock:
 
 
 def states(value: float, num_rows: int = 2) -> HiddenStates:
-    """Return hidden states of `num_rows` positions of 16 bytes each."""
+    """Return hidden states for `num_rows` positions of 16 bytes each."""
     return HiddenStates(
         {-1: torch.full((num_rows, 4), float(value))},
         torch.arange(num_rows),
@@ -46,7 +46,9 @@ def store(clock: Clock) -> HiddenStatesStore:
 
 
 def store_results(store: HiddenStatesStore, request_id: str, *values: float | None) -> None:
-    """Store a request with one completion per value. None is a completion without hidden states."""
+    """Store the results of a request with one completion per value. None represents a completion
+    without hidden states.
+    """
     store.open_request(request_id)
     store.end(
         request_id, {i: states(v) for i, v in enumerate(values) if v is not None}, len(values)
@@ -94,8 +96,8 @@ def test_choices_of_several_prompts_are_numbered_consecutively(store: HiddenStat
 
 
 def test_a_choice_never_gets_another_result(store: HiddenStatesStore) -> None:
-    """The index of a choice without hidden states, or of an evicted one, stays empty and is never
-    given to another result.
+    """The index of a choice that has no hidden states or whose hidden states were evicted stays
+    empty and is never assigned to another result.
     """
     store_results(store, "cmpl-a-0", None, None)
     store_results(store, "cmpl-a-1", None, 4)
@@ -140,7 +142,9 @@ def test_results_expire(store: HiddenStatesStore, clock: Clock) -> None:
 
 
 def test_the_oldest_results_are_evicted(store: HiddenStatesStore) -> None:
-    """A limit of 100 bytes keeps three results of 32 bytes, and the oldest ones are evicted."""
+    """The oldest results are evicted: with a limit of 100 bytes, the three newest results of 32
+    bytes are kept.
+    """
     for i, name in enumerate("abcd"):
         store_results(store, name, i)
         assert store.nbytes <= 100

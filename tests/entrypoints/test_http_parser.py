@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that offers a protocol upgrade keeps its body, and WebSockets are still upgraded."""
+"""The body of a request that offers a protocol upgrade is not lost, and WebSockets are still
+upgraded.
+"""
 
 import socket
 from argparse import Namespace
@@ -22,7 +24,9 @@ UPGRADE = (
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """Start a server as vLLM does. uvicorn on its own would use httptools."""
+    """Start a server in the way that vLLM does. By default, uvicorn would use the httptools
+    parser.
+    """
     app = FastAPI()
 
     @app.api_route("/length", methods=["POST", "PUT", "PATCH", "DELETE"])
@@ -56,8 +60,8 @@ def send(sock: socket.socket, head: str, body: bytes) -> tuple[bytes, bytes]:
 def test_a_body_arrives_with_any_offered_upgrade(
     port: int, method: str, chunked: bool, upgrade: str
 ) -> None:
-    """A body arrives whatever upgrade the client offers, and the connection stays open. Java's
-    HttpClient, for example, offers h2c with every request.
+    """A request body arrives whatever upgrade the client offers, and the connection stays open. For
+    example, Java's HttpClient offers h2c with every request.
     """
     body = b"x" * 100_000
     framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body

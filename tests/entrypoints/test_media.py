@@ -26,13 +26,16 @@ def moving_square(num_frames: int, height: int = 48, width: int = 64) -> np.ndar
 
 @pytest.mark.parametrize("num_frames", [1, 9, 12])
 def test_every_frame_survives_the_round_trip(num_frames: int) -> None:
-    """The decoded frames are complete, in order, and within H.264's loss."""
+    """After encoding and decoding, frames are complete, in order, and equal within the loss of
+    H.264.
+    """
     frames_THWC = moving_square(num_frames)
     back_THWC, fps = decode_mp4(encode_mp4(frames_THWC, fps=16))
     assert back_THWC.shape == frames_THWC.shape
     assert fps == 16
     error = np.abs(back_THWC.astype(int) - frames_THWC.astype(int)).mean(axis=(1, 2, 3))
-    # Chroma is stored at half resolution. A frame out of order would differ by more than 10.
+    # The tolerance covers chroma, which is stored at half the resolution. A frame out of order
+    # would differ by more than 10.
     assert error.max() < 6
     assert np.abs(frames_THWC[0].astype(int) - np.roll(frames_THWC[0], 16, axis=1)).mean() > 10
 
@@ -52,7 +55,9 @@ def test_the_index_is_in_front_and_the_first_frame_is_a_key_frame() -> None:
 
 
 def test_a_fractional_rate_survives() -> None:
-    """A fractional frame rate, such as NTSC's fractions of 1001, survives the round trip."""
+    """A fractional frame rate, for example NTSC rates with the denominator 1001, survives encoding
+    and decoding.
+    """
     _, fps = decode_mp4(encode_mp4(moving_square(3), fps=30000 / 1001))
     assert fps == pytest.approx(30000 / 1001, abs=1e-9)
 
@@ -78,8 +83,8 @@ def test_odd_sides_are_padded_by_one() -> None:
     ],
 )
 def test_a_clip_is_read_as_players_show_it(a: int, b: int, c: int, d: int, corners: str) -> None:
-    """A clip is read as players show it: the display matrix of a phone's clip rotates or mirrors
-    the stored frames.
+    """A clip is read as video players show it: the display matrix in a phone's clip, which rotates
+    or mirrors the stored frames, is applied.
     """
     frame_HWC = np.zeros((48, 64, 3), np.uint8)
     frame_HWC[:24, :32, 0] = frame_HWC[:24, 32:, 1] = frame_HWC[24:, :32, 2] = 255
@@ -100,7 +105,7 @@ def test_a_clip_is_read_as_players_show_it(a: int, b: int, c: int, d: int, corne
     ("ratio", "shape"), [(Fraction(4, 3), (48, 85)), (Fraction(1, 2), (96, 64))]
 )
 def test_pixels_that_are_not_square_are_stretched(ratio: Fraction, shape: tuple[int, int]) -> None:
-    """Frames with 4:3 pixels are widened, as players do."""
+    """Frames with non-square pixels of 4:3 are widened, as in video players."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=16)
@@ -112,11 +117,11 @@ def test_pixels_that_are_not_square_are_stretched(ratio: Fraction, shape: tuple[
 
 
 def test_equal_frames_make_equal_files(tmp_path: Path) -> None:
-    """Files are bit-identical however the frames are split and whatever the memory contained
-    before.
+    """Equal frames give bit-identical files, however the frames are divided into calls and whatever
+    the memory contained before.
 
     With macroblock-tree rate control and AVX-512, one file in a hundred differed. The test takes
-    more than a second, so a creation time in the file would make a difference too.
+    more than a second, so it would also detect a creation time in the file.
     """
     noise = np.random.default_rng(0).integers(0, 32, (33, 96, 160, 3), dtype=np.uint8)
     frames_THWC = noise + 3 * np.arange(33, dtype=np.uint8)[:, None, None, None]
@@ -147,8 +152,8 @@ def test_equal_frames_make_equal_files(tmp_path: Path) -> None:
     ],
 )
 def test_files_do_not_depend_on_the_machine(encode: Callable[[np.ndarray], bytes]) -> None:
-    """The encoder's settings in the file depend neither on the number of cores nor on any setting
-    that is known to vary.
+    """The encoder settings stored in the file depend neither on the number of cores nor on any
+    setting that is known to vary between machines.
     """
     settings = encode(np.zeros((1, 480, 832, 3), np.uint8))
     assert re.search(rb" threads=4 ", settings)
@@ -165,7 +170,9 @@ def test_files_do_not_depend_on_the_machine(encode: Callable[[np.ndarray], bytes
     ],
 )
 def test_wrong_frames_are_refused(frames: np.ndarray) -> None:
-    """The error for wrong frames contains the given and the allowed shape."""
+    """Frames of a wrong shape are refused with an error that contains the given and the allowed
+    shape.
+    """
     with pytest.raises(ValueError, match=r"frames must be .* \[T, H, W, 3\], got"):
         encode_mp4(frames, fps=16)
     with pytest.raises(ValueError, match=r"frames must be"):
@@ -173,8 +180,8 @@ def test_wrong_frames_are_refused(frames: np.ndarray) -> None:
 
 
 def test_bytes_that_are_no_video_are_a_value_error() -> None:
-    """FFmpeg's exceptions for truncated files and for files that are not videos become
-    ValueError.
+    """Truncated files and files that are not videos raise ValueError instead of FFmpeg's
+    exceptions.
     """
     data = encode_mp4(moving_square(3), fps=16)
     for broken in (b"", b"hello", data[:40]):

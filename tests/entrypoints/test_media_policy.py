@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which media URLs a server reads, tested through vLLM's registry of connectors. No URL is
-fetched.
+"""Media URLs that a server reads or refuses, tested through vLLM's registry of connectors. No URL
+is actually fetched.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from vllm_omni.entrypoints.limits import media_policy
 
 
 class NoConnection:
-    """Records the URLs, and fails as if the server were down."""
+    """Records the requested URLs, and fails as if their server were down."""
 
     def __init__(self) -> None:
         self.fetched: list[str] = []
@@ -35,10 +35,12 @@ class NoConnection:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that creates the connector of vLLM's routes with the given settings."""
+    """Return a function that creates the media connector that vLLM's routes use, with the given
+    settings.
+    """
     for name in ("VLLM_MEDIA_CONNECTOR", "VLLM_MEDIA_URL_ALLOW_REDIRECTS"):
         monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv(name, "")  # so that monkeypatch restores the variables that `apply` sets
+        monkeypatch.setenv(name, "")  # makes monkeypatch restore the variables that `apply` sets
         monkeypatch.delenv(name)
     media_policy.apply_media_policy()
     return lambda **settings: MEDIA_CONNECTOR_REGISTRY.load(
@@ -47,7 +49,9 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def refusal(connector: MediaConnector, url: str) -> str:
-    """Return the client's error, which is the same for both ways to load an image."""
+    """Return the error that the client gets, after checking that both ways to load an image
+    fail.
+    """
     with pytest.raises(VLLMClientError) as failed:
         connector.fetch_image(url)
     with pytest.raises(VLLMClientError):
@@ -75,8 +79,8 @@ def test_by_default_nothing_is_fetched(make: Any, url: str, words: str) -> None:
 
 
 def test_listed_domains_are_fetched(make: Any) -> None:
-    """An error of a listed domain, and a request for any other domain, gives a 4xx. Addresses
-    appear only in the log.
+    """URLs of listed domains are fetched. A failed fetch and a URL of any other domain are client
+    errors. IP addresses appear only in the log.
     """
     connector = make(allowed_media_domains=["example.com"])
     assert "192" not in refusal(connector, "https://example.com/a.png")

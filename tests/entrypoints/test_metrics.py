@@ -29,7 +29,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def endpoint() -> str:
-    """Return a separate label, because the registry belongs to the whole process."""
+    """Return a label that no other test uses, because the metrics registry is shared by the whole
+    process.
+    """
     return f"door-{uuid.uuid4().hex}"
 
 
@@ -43,8 +45,8 @@ def value(endpoint: str) -> Callable[..., float]:
 def test_a_session_is_counted_from_its_start_to_its_end(
     clock: Clock, endpoint: str, value: Callable[..., float]
 ) -> None:
-    """A session is counted in the gauge, in the counters by reason, and in the duration. A second
-    close does not count.
+    """A session is counted in the gauge, in the counters by reason, and in the duration histogram.
+    Closing it a second time has no effect.
     """
     meter = SessionMeter(endpoint)
     assert value("omni_rt_sessions") == value("omni_rt_sessions_opened_total") == 1
@@ -60,7 +62,9 @@ def test_a_session_is_counted_from_its_start_to_its_end(
 def test_chunks_are_timed_from_their_request_and_from_each_other(
     clock: Clock, endpoint: str, value: Callable[..., float]
 ) -> None:
-    """The time between two requests counts neither as a gap nor as a delay."""
+    """A request's first chunk is timed from the request, and later chunks from the preceding chunk.
+    The time between two requests counts neither as a gap nor as a delay.
+    """
     meter = SessionMeter(endpoint)
     clock.now_s += 100  # idle before the request
     for _ in range(2):
@@ -80,8 +84,8 @@ def test_chunks_are_timed_from_their_request_and_from_each_other(
 def test_a_chunk_is_late_after_all_sent_frames_were_played(
     clock: Clock, endpoint: str, value: Callable[..., float]
 ) -> None:
-    """A chunk is late only after all frames sent before have been played. 16 frames at 16 fps last
-    a second, and the lead of earlier chunks is used up first.
+    """A chunk is late only if all previously sent frames have been played when it arrives. 16
+    frames at 16 fps last a second, and the lead from earlier chunks is used up first.
     """
     meter = SessionMeter(endpoint)
     meter.request_started()
@@ -92,7 +96,7 @@ def test_a_chunk_is_late_after_all_sent_frames_were_played(
 
 
 def test_stages_come_from_the_workers_timings(endpoint: str, value: Callable[..., float]) -> None:
-    """Stage times come from the timings of the workers, and the rest of a chunk's time is
+    """Stage times come from the workers' timings, and the rest of a chunk's time counts as
     queueing.
     """
     endpoint_metrics().stages(
@@ -108,7 +112,9 @@ def test_stages_come_from_the_workers_timings(endpoint: str, value: Callable[...
 
 
 def test_a_closed_session_is_one_line(endpoint: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A whole session logs two lines of `key=value` pairs, one of them when it closes."""
+    """Over its lifetime, a session logs two lines of `key=value` pairs, one of them when it
+    closes.
+    """
     with caplog.at_level(logging.INFO, logger=metrics.logger.name):
         metrics.logger.addHandler(caplog.handler)
         meter = SessionMeter(endpoint)

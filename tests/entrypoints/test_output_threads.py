@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A script that does not close its `LLM` exits normally, because the thread that receives results
-ends before the interpreter.
+ends before the interpreter does.
 """
 
 import subprocess
@@ -30,7 +30,9 @@ threading.Thread(target=receive, name="EngineCoreOutputQueueThread", daemon=True
 
 
 def test_the_interpreter_waits_for_the_thread_that_receives_results() -> None:
-    """A finalizer ends a thread that has the name of vLLM's thread, as vLLM itself does."""
+    """The interpreter waits for a thread that has the name of vLLM's result thread and that a
+    finalizer ends, as in vLLM.
+    """
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         capture_output=True,

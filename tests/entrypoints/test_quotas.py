@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quotas of keys: the file, the token buckets, and the responses over HTTP.
+"""Quotas of API keys: the quota file, the token buckets, and the responses over HTTP.
 
-Quotas over sockets are tested in realtime/test_quotas_at_endpoints.py.
+realtime/test_quotas_at_endpoints.py tests quotas at the WebSocket endpoints.
 """
 
 import asyncio
@@ -156,7 +156,7 @@ def test_http_requests_beyond_a_quota_are_429_with_retry_after(
         assert refused.status_code == 429 and refused.headers["retry-after"] == "60"
         assert refused.json()["error"]["code"] == "quota_exceeded"
         assert refused.json()["error"]["type"] == "rate_limit_error"
-        # A download generates no chunk.
+        # A download does not count against the chunk quota, because it generates no chunk.
         assert (await call(guarded, "GET", "/v1/files/a/content")).status_code == 200
         refused = await call(guarded, "GET", "/v1/files/a/content")
         assert (
@@ -172,8 +172,8 @@ def test_http_requests_beyond_a_quota_are_429_with_retry_after(
 
 
 def test_a_key_is_identified_by_its_digest(clock: Clock) -> None:
-    """A key that is named by its digest has a larger quota. Metrics contain neither the key nor its
-    digest.
+    """The quota file identifies a key by its digest and gives it a larger quota. Metrics contain
+    neither the key nor its digest.
     """
     scope = {
         "type": "http",

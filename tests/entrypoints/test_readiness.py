@@ -62,14 +62,14 @@ def send(
     [
         ({}, {}, "ready"),
         ({"sessions": 1, "bytes": 50}, {}, "ready"),
-        ({"sessions": 1, "bytes": 51}, {}, "capacity"),  # another session of that size does not fit
+        ({"sessions": 1, "bytes": 51}, {}, "capacity"),  # another such session does not fit
         ({"sessions": 1, "bytes": 51, "max_bytes": None}, {}, "ready"),
-        # One session is in host memory, and the other one may be moved there too.
+        # One session is in host memory, and the other session may be moved there too.
         ({"sessions": 1, "bytes": 0, "suspended": 1}, {}, "ready"),
         ({"sessions": 3, "bytes": 50, "max_sessions": 9, "on_disk": 2}, {}, "ready"),
         ({"sessions": 1, "bytes": 90, "can_suspend": True}, {}, "ready"),
         ({"sessions": 2, "bytes": 10}, {}, "capacity"),
-        ({"sessions": 2, "bytes": 10}, {"can_make_room": True}, "ready"),  # one of them is idle
+        ({"sessions": 2, "bytes": 10}, {"can_make_room": True}, "ready"),  # one session is idle
         # A model without sessions queues its requests.
         ({"sessions": 2, "bytes": 10}, {"can_make_room": None}, "ready"),
         ({}, {"has_room": False}, "capacity"),
@@ -78,7 +78,7 @@ def send(
 def test_ready_means_room_for_a_session(
     stats: dict[str, Any], endpoints: dict[str, Any], status: str
 ) -> None:
-    """The status is 200 exactly if a new session would be accepted."""
+    """The status is 200 if and only if a new session would be accepted."""
     code, reply = send(StatsEngine(**stats), **endpoints)
     assert (code, reply["status"]) == (200 if status == "ready" else 503, status)
     assert reply["max_sessions"] == stats.get("max_sessions", STATS["max_sessions"])
@@ -106,8 +106,8 @@ def test_a_dead_engine_is_not_ready() -> None:
 
 
 def test_probes_do_not_load_the_engine() -> None:
-    """A hundred probes send a single request to the engine, in addition to the request of the
-    metrics.
+    """A hundred probes send only one request to the engine, in addition to the request that the
+    metrics send.
     """
     engine = StatsEngine()
     send(engine, times=100)
@@ -115,7 +115,9 @@ def test_probes_do_not_load_the_engine() -> None:
 
 
 def test_a_long_step_does_not_make_a_server_unready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The workers respond between steps, and until then a probe uses the last statistics."""
+    """A long step does not make a server unready. Workers respond only between steps, and until
+    then a probe uses the last statistics.
+    """
     monkeypatch.setattr("vllm_omni.entrypoints.engine.readiness._PATIENCE_S", 0.05)
     engine = StatsEngine()
     engine.delay_s = 10.0
@@ -124,7 +126,7 @@ def test_a_long_step_does_not_make_a_server_unready(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_engine_that_dies_during_a_probe_is_reported() -> None:
-    """If the engine dies during a probe, the waiting probe reports it."""
+    """If the engine dies during a probe, the waiting probe reports its death."""
     engine = StatsEngine()
     engine.delay_s = 0.2
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SessionPlacement` keeps every session on the data-parallel rank on which it started.
 
-In these tests, a rank is a store of `capacity` sessions.
+In these tests, each rank is simulated by a store of `capacity` sessions.
 """
 
 import asyncio
@@ -17,7 +17,9 @@ from vllm_omni.outputs import RequestFailed
 
 
 class Ranks:
-    """Engines without a model, which store sessions and count their chunks."""
+    """Simulates the engines of several ranks without a model: each stores sessions and counts their
+    chunks.
+    """
 
     def __init__(self, size: int, capacity: int = 100) -> None:
         self.router = SessionPlacement(size)
@@ -55,8 +57,8 @@ class Ranks:
 
 
 def test_sessions_start_on_the_emptiest_rank_and_stay_there() -> None:
-    """Six sessions on three ranks are placed two on each, and later chunks go to the same rank as
-    the first.
+    """Six sessions are distributed evenly over three ranks, and later chunks of a session go to the
+    same rank as its first chunk.
     """
 
     async def scenario() -> None:
@@ -76,9 +78,7 @@ def test_sessions_start_on_the_emptiest_rank_and_stay_there() -> None:
 
 
 def test_a_new_session_is_tried_on_every_rank() -> None:
-    """All ranks are tried before `capacity` is raised, and a session that was refused is not
-    stored.
-    """
+    """All ranks are tried before `capacity` is raised, and a refused session is not stored."""
 
     async def scenario() -> None:
         ranks = Ranks(2, capacity=2)
@@ -94,8 +94,8 @@ def test_a_new_session_is_tried_on_every_rank() -> None:
 
 
 def test_chunks_sent_ahead_follow_the_first_one() -> None:
-    """A second chunk that is submitted before the first one has finished waits for the rank of its
-    session.
+    """A second chunk that is submitted before the first chunk has finished waits until the rank of
+    its session is known.
     """
 
     async def scenario() -> None:
@@ -187,7 +187,7 @@ def test_under_random_load_no_session_ever_moves(seed: int) -> None:
         for life in range(4):
             try:
                 home = await ranks.send(name, 0)
-            # All ranks were full. A misrouted chunk would fail later.
+            # All ranks are full, which is acceptable. A misrouted chunk would fail later.
             except RequestFailed:
                 continue
             for index in range(1, rng.randrange(1, 6)):

@@ -40,7 +40,7 @@ def office(clock: Clock, secret: bytes = b"secret", **options: int) -> TicketOff
 
 
 def test_a_ticket_identifies_its_key_and_works_once(clock: Clock) -> None:
-    """A ticket opens one connection, with the key that it was issued for."""
+    """A ticket opens only one connection, which has the key that the ticket was issued for."""
     tickets = office(clock)
     ticket = tickets.issue(1, ORIGIN)
     assert tickets.redeem_ticket(ticket, ORIGIN) == 1
@@ -77,7 +77,7 @@ def test_a_ticket_expires(clock: Clock) -> None:
 
 
 def test_memory_of_used_tickets_is_bounded_and_fails_closed(clock: Clock) -> None:
-    """When the memory of used tickets is full, further tickets are refused until entries expire."""
+    """When the table of used tickets is full, further tickets are refused until entries expire."""
     tickets = office(clock, ttl_s=30, max_remembered=3)
     used = [tickets.issue(0, ORIGIN) for _ in range(3)]
     for ticket in used:
@@ -96,7 +96,7 @@ def test_memory_of_used_tickets_is_bounded_and_fails_closed(clock: Clock) -> Non
     | st.binary(max_size=60).map(lambda data: base64.urlsafe_b64encode(data).decode())
 )
 def test_nothing_else_is_a_ticket(text: str) -> None:
-    """Any other text than a ticket raises `TicketError`."""
+    """Any text that is not a ticket raises `TicketError`."""
     with pytest.raises(TicketError):
         TicketOffice(b"secret", 1).redeem_ticket(text, None)
 
@@ -114,8 +114,8 @@ def test_no_bit_of_a_ticket_may_change(bit: int) -> None:
 
 
 def test_the_secret_comes_from_keys_and_environment() -> None:
-    """Processes with the same start derive the same secret. Changing the keys or the start changes
-    the secret.
+    """Processes with the same keys and environment derive the same secret. Changing the keys or the
+    shared secret in the environment changes the derived secret.
     """
     shared = {SECRET_VARIABLE: "0123456789abcdef"}
     assert derive_secret(["a", "b"], shared) == derive_secret(["a", "b"], dict(shared))
@@ -131,7 +131,9 @@ def test_the_secret_comes_from_keys_and_environment() -> None:
 
 @pytest.mark.parametrize("spoiler", ["!", "\n", " ", "+"])
 def test_a_ticket_has_one_spelling(clock: Clock, spoiler: str) -> None:
-    """A ticket has only one spelling, because characters outside base64 are not skipped."""
+    """A ticket has only one valid spelling, because characters outside the base64 alphabet are not
+    skipped.
+    """
     ticket = office(clock).issue(0, ORIGIN)
     for position in (0, 20, len(ticket)):
         with pytest.raises(TicketError, match=r"^(not base64|signature or origin differs)$"):
@@ -140,8 +142,8 @@ def test_a_ticket_has_one_spelling(clock: Clock, spoiler: str) -> None:
 
 
 def test_a_ticket_has_47_characters_that_need_no_escaping(clock: Clock) -> None:
-    """A ticket uses the URL-safe alphabet without padding, so it can be used as the name of a
-    subprotocol.
+    """A ticket uses the URL-safe base64 alphabet without padding, so it can be used as the name of
+    a subprotocol.
     """
     assert all(
         re.fullmatch(r"[\w-]{47}", office(clock).issue(0, ORIGIN), re.ASCII) for _ in range(50)
@@ -149,7 +151,9 @@ def test_a_ticket_has_47_characters_that_need_no_escaping(clock: Clock) -> None:
 
 
 def test_a_ticket_for_a_key_that_this_server_does_not_have_is_refused(clock: Clock) -> None:
-    """A ticket with the first key index that is too large is refused, although it is signed."""
+    """A ticket for a key that this server does not have is refused, although it is signed. The test
+    includes the smallest key index that is too large.
+    """
     larger = TicketOffice(b"secret", 4, now=clock)
     for key_index in (2, 3):
         with pytest.raises(TicketError, match=r"^issued by another server$"):
@@ -160,7 +164,7 @@ def test_a_ticket_for_a_key_that_this_server_does_not_have_is_refused(clock: Clo
 def test_a_ticket_of_another_version_is_refused(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A ticket of another version is refused although it is signed, because its key index may have
+    """A ticket of another version is refused, although it is signed, because its key index may have
     another meaning.
     """
     monkeypatch.setattr(tickets_module, "_VERSION", 2)
@@ -171,8 +175,8 @@ def test_a_ticket_of_another_version_is_refused(
 
 
 def test_clocks_may_differ_by_a_second(clock: Clock) -> None:
-    """Clocks of two processes may differ by a second. A ticket from a process with a clock further
-    ahead would live too long, so it is refused as expired.
+    """Clocks of two processes may differ by a second. A ticket from a process whose clock is
+    further ahead would be valid for too long, so it is refused as expired.
     """
     ahead = Clock()
     for seconds, taken in ((1, True), (1.5, True), (2, False)):
@@ -186,7 +190,9 @@ def test_clocks_may_differ_by_a_second(clock: Clock) -> None:
 
 
 def test_a_used_ticket_is_remembered_until_it_expires(clock: Clock) -> None:
-    """A used ticket is stored through the last second of its life and then deleted."""
+    """A used ticket is stored until the last second of its validity has passed and is then
+    deleted.
+    """
     tickets = office(clock, ttl_s=30, max_remembered=1)
     ticket = tickets.issue(0, None)
     tickets.redeem_ticket(ticket, None)
@@ -209,8 +215,8 @@ def test_a_shared_secret_may_be_any_bytes() -> None:
 
 
 def test_secrets_without_a_shared_one_are_those_of_earlier_versions() -> None:
-    """Without a shared secret, the processes of a rolling update agree, because the secret is
-    scrypt of the keys' digests with fixed parameters.
+    """Without a shared secret, old and new processes during a rolling update derive the same
+    secret, because it is computed by scrypt from the keys' digests with fixed parameters.
     """
     assert derive_secret(["a", "b"], {}) == hashlib.scrypt(
         b"\0".join(hashlib.sha256(key).digest() for key in (b"a", b"b")),

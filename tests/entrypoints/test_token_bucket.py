@@ -9,7 +9,7 @@ from vllm_omni.entrypoints.limits.token_bucket import TokenBucket
 
 
 def test_a_burst_then_the_rate() -> None:
-    """A bucket starts full and refills with time, up to the burst. Debts are paid first."""
+    """A bucket starts full and refills over time, up to the burst. A debt is paid off first."""
     now_s = 0.0
     bucket = TokenBucket(10.0, 50.0, lambda: now_s)
     assert bucket.take_tokens(50)
@@ -27,8 +27,8 @@ def test_a_burst_then_the_rate() -> None:
 
 
 def test_how_long_to_wait() -> None:
-    """The wait is zero while a token is left. After that, the wait is the time until the debt is
-    paid and a token is available.
+    """The waiting time is zero while a token is left. Otherwise, it is the time until any debt is
+    paid off and a token is available.
     """
     now_s = 0.0
     bucket = TokenBucket(0.1, 3.0, lambda: now_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of failed chunks, and servers without OpenTelemetry. The remaining tests of spans are in
+"""Spans of failed chunks, and servers without OpenTelemetry. Other tests of spans are in
 realtime/test_operators_served.py.
 """
 
@@ -61,7 +61,7 @@ def test_stage_times_longer_than_the_chunk_are_cut_to_it(
     traced: Tracing, exporter: InMemorySpanExporter
 ) -> None:
     """Because of the worker's clock and overlapped decoding, stage times may add up to more than
-    the chunk took. No span starts before its chunk.
+    the duration of the chunk. They are cut so that no span starts before its chunk.
     """
     chunk = traced.session("s", "realtime/video").chunk(0)
     chunk.finished({"timings_ms": {"encode": [5.0], "steps": [1e6], "decode": [5.0]}})
@@ -85,8 +85,8 @@ def test_without_tracing_no_spans_or_headers_are_made() -> None:
 def test_an_endpoint_without_opentelemetry_is_one_clear_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without OpenTelemetry, the error is one clear line before any heavy import, instead of vLLM's
-    import traceback.
+    """If OpenTelemetry is not installed, a one-line error is printed before any slow import,
+    instead of vLLM's import traceback.
     """
     flags = serve.ServeFlags.scan(["model", "--otlp-traces-endpoint", "http://localhost:4317"])
     serve.check_tracing(flags)

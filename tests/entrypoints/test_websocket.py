@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""WebSocket limits of vLLM's server, tested with a real uvicorn and real sockets."""
+"""WebSocket limits of vLLM's server, tested with a real uvicorn server and real sockets."""
 
 import argparse
 import asyncio
@@ -25,15 +25,15 @@ def parse(*argv: str) -> argparse.Namespace:
 
 
 def test_flags_become_options() -> None:
-    """Flags become options of the server, and zero disables pings."""
+    """Command line flags set the server's options, and an interval of zero disables pings."""
     options = WebSocketOptions.from_args(parse("--ws-max-size", "2048", "--ws-ping-interval", "0"))
     assert options == WebSocketOptions(max_bytes=2048, ping_interval_s=None, ping_timeout_s=10.0)
 
 
 @pytest.mark.parametrize("library", ["auto", "websockets", "websockets-sansio"])
 def test_the_library_may_be_named(library: str) -> None:
-    """Commands written for other servers name the WebSocket library. The flag has no effect,
-    because `websockets` is the only library.
+    """A flag may name the WebSocket library, because commands written for other servers do so. The
+    flag has no effect, because `websockets` is the only supported library.
     """
     assert WebSocketOptions.from_args(parse("--ws", library)) == WebSocketOptions()
     assert AutoWebSocketsProtocol.__init__.__globals__["ServerProtocol"].__module__.startswith(
@@ -61,14 +61,14 @@ def test_plain_vllm_serve_has_the_defaults() -> None:
     ],
 )
 def test_values_out_of_range_are_refused(argv: list[str]) -> None:
-    """The error for a value out of range names the flag and the range."""
+    """A value out of range is refused with an error that names the flag and the range."""
     with pytest.raises(argparse.ArgumentError, match=rf"{argv[0]}: must be .* from .* to .*, got"):
         parse(*argv)
 
 
 async def _run_limited_server(app: FastAPI, listening: socket.socket) -> None:
     """Start uvicorn as vLLM does (config first, server in `app.state`). Send one message within the
-    limit and one beyond it.
+    limit and one that exceeds it.
     """
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     app.state.server = server
@@ -77,7 +77,7 @@ async def _run_limited_server(app: FastAPI, listening: socket.socket) -> None:
     await until(lambda: server.started)
     try:
         async with connect(url, compression="deflate") as client:
-            assert client.protocol.extensions == []  # offered but not accepted
+            assert client.protocol.extensions == []  # compression was offered but not accepted
             await client.send(b"x" * 4096)
             assert await client.recv() == b"4096"
             await client.send(b"x" * 4097)
@@ -91,8 +91,9 @@ async def _run_limited_server(app: FastAPI, listening: socket.socket) -> None:
 
 
 def test_limits_hold_from_the_first_connection() -> None:
-    """Limits hold from the first connection: compression is off, a message of exactly the limit is
-    accepted, and one more byte closes with 1009. vLLM's lifespan runs.
+    """Limits apply from the first connection on: compression is off, a message of exactly the
+    maximum size is accepted, and one more byte closes the connection with 1009. vLLM's lifespan
+    handler runs.
     """
     ran: list[str] = []
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's action space becomes a gymnasium space, and members of that space become actions of the
-engine.
+"""A model's action space is converted to a gymnasium space, and samples of that space are converted
+to engine actions.
 """
 
 from typing import Any
@@ -57,7 +57,7 @@ def test_one_button_at_a_time_is_a_number(number: int, names: tuple[str, ...]) -
 
 
 def test_all_of_a_model_s_buttons_may_be_held_at_once() -> None:
-    """A random action may hold all of a model's buttons at once. On average it holds half of
+    """A random action can hold all of a model's buttons at once. On average, it holds half of
     them.
     """
     space = action_space(released_config("waypoint"))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments of a real `vllm serve`: the API key, and weights that are replaced in place.
+"""Environments served by a real `vllm serve`: the API key, and weights that are replaced in place.
 
-vLLM's own route `/collective_rpc` calls `reload_weights`. The route exists with
-VLLM_SERVER_DEV_MODE=1.
+The tests call `reload_weights` through vLLM's own route `/collective_rpc`, which exists only with
+`VLLM_SERVER_DEV_MODE=1`.
 """
 
 import json
@@ -38,7 +38,7 @@ def reload(server: Served, checkpoint: Path) -> None:
 def test_weights_are_replaced_under_the_environments(null_world: Path, tmp_path: Path) -> None:
     """When weights are replaced, no episode continues with the K/V of the old weights.
 
-    New episodes have the frames of the new weights.
+    New episodes have frames generated with the new weights.
     """
     other = tmp_path / "other"
     get_family("null_world").make_tiny(other, 1, "original")

@@ -2,7 +2,7 @@
 """Environments over HTTP: gymnasium's checks, results that equal those of an offline environment,
 and refusals.
 
-The server has real sockets. Its engine is a LingBot World in this process, or a fake engine.
+The server listens on real sockets. Its engine is a LingBot World in this process, or a fake engine.
 """
 
 import subprocess
@@ -91,7 +91,7 @@ def test_a_remote_environment_has_the_bits_of_an_offline_one(
 ) -> None:
     """A remote environment returns the same bits as an offline one.
 
-    This holds for frames, latents and the trajectory, for a fork and for a replay.
+    This is true for frames, latents, trajectories, forks and replays.
     """
     options: Any = {**WORLD, "observation": observation, "trajectory": True}
     offline = WorldVectorEnv(llm, 2, **options)
@@ -111,7 +111,7 @@ def test_a_remote_environment_has_the_bits_of_an_offline_one(
     assert np.array_equal(remote.replay(0, episode), offline.replay(0, episode))
     for env in (remote, offline):
         env.close()
-    wait_until(lambda: not llm.sessions)  # the engine frees the sessions after the reply
+    wait_until(lambda: not llm.sessions)  # the engine frees the sessions after it has responded
 
 
 def test_gymnasium_accepts_the_environment(world_url: str) -> None:
@@ -123,7 +123,7 @@ def test_a_trajectory_has_the_log_probability_of_each_draw(llm: Any) -> None:
     """A trajectory contains the log-probability of each draw.
 
     The latents after a step are Gaussian around (1 - sigma) x0. The first latents of a trajectory
-    are the noise of the seed, and the last ones are those of the result.
+    are the noise that belongs to the seed, and the last ones are the latents of the result.
     """
     from vllm_omni.model_executor.schedules import standard_normal
 
@@ -184,13 +184,13 @@ def test_a_client_cannot_touch_the_environments_of_another(serve: Serve) -> None
     other._engine._id = mine._engine._id  # type: ignore[attr-defined]
     with pytest.raises(RequestFailed, match="unknown_environment: you have no such"):
         other.reset(seed=1)
-    other.close()  # a client that closes ignores refusals
+    other.close()  # a client ignores refusals while it closes
     assert mine.step(rest(mine))[4]["chunks"].tolist() == [2, 2]
 
 
 def test_forgotten_environments_are_closed(serve: Serve) -> None:
-    """Environments without requests for `session_idle_s` are closed, and their client receives the
-    reason when it returns.
+    """Environments that receive no request for `session_idle_s` seconds are closed, and their
+    client receives the reason with its next request.
     """
     server = serve({"session_idle_s": 0.2})
     env = connect(server)
@@ -201,10 +201,10 @@ def test_forgotten_environments_are_closed(serve: Serve) -> None:
 
 
 def test_an_evicted_session_needs_a_reset(serve: Serve) -> None:
-    """If the session of one environment is evicted, that environment requires a reset, and its
-    session is not continued.
+    """If one environment's session is evicted, that environment must be reset before it can be
+    stepped again.
 
-    The other environments have advanced.
+    The other environments have completed the step.
     """
     server = serve()
     env = connect(server)
@@ -219,8 +219,8 @@ def test_an_evicted_session_needs_a_reset(serve: Serve) -> None:
 
 
 def test_a_step_is_never_made_twice(serve: Serve) -> None:
-    """A step is never generated twice, because a repeated request names a chunk that already
-    exists.
+    """A step is never generated twice, because a repeated request names a chunk that already exists
+    and is refused.
     """
     env = connect(serve(), 1)
     env.reset(seed=1)

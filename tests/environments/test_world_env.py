@@ -41,10 +41,10 @@ def keys(env: WorldVectorEnv, *held: str) -> dict[str, np.ndarray]:
 
 
 def test_a_step_is_a_chunk_of_every_environment(env: WorldVectorEnv) -> None:
-    """A step generates one chunk of every environment. Observations are frames, and `info` contains
-    latents and seeds.
+    """A step generates one chunk for every environment. Observations are frames, and `info`
+    contains latents and seeds.
 
-    The first chunk after a reset is padded at its start.
+    The first chunk after a reset is shorter, so it is padded at its start.
     """
     frames, infos = env.reset(seed=5)
     assert env.observation_space.contains(frames) and frames.shape == (3, 12, 32, 48, 3)
@@ -57,7 +57,8 @@ def test_a_step_is_a_chunk_of_every_environment(env: WorldVectorEnv) -> None:
 
 
 def test_the_same_seeds_and_actions_give_the_same_bits(env: WorldVectorEnv) -> None:
-    """The same seeds and actions yield the same bits, even at another index of the vector.
+    """The same seeds and actions yield bit-identical results, even at another index of the vector
+    environment.
 
     Other keys, seeds or prompts yield other frames.
     """
@@ -81,10 +82,10 @@ def test_a_fork_continues_as_its_source_and_then_its_own_way(env: WorldVectorEnv
 
 
 def test_an_episode_is_played_again_bit_for_bit(env: WorldVectorEnv) -> None:
-    """An episode is replayed bit for bit from its seed, prompt and actions, even in another
-    environment of the vector.
+    """An episode can be replayed bit for bit from its seed, prompt and actions, even at another
+    index of the vector environment.
 
-    The record of a forked episode is complete.
+    The record of a forked episode includes the steps before the fork.
     """
     frames = [env.reset(seed=1)[0][1][-9:]]
     frames += [env.step(keys(env, "", held, ""))[0][1] for held in ("w", "wl")]
@@ -115,8 +116,8 @@ def test_an_episode_that_is_long_enough_starts_anew(llm: Any) -> None:
 
 
 def test_a_start_pose_needs_a_world_with_poses(env: WorldVectorEnv) -> None:
-    """A model that receives only relative motion refuses a start pose, because its poses are
-    unknown.
+    """A model that receives only relative motion refuses a start pose, because the poses of its
+    frames are unknown.
     """
     start = {"x_m": 1.0, "z_m": 2.0, "heading_degrees": 0.0}
     with pytest.raises(RequestFailed, match="start_pose"):

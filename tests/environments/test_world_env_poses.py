@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start poses and world poses of environments, with an engine that moves but renders empty
+"""Start poses and world poses of environments, with an engine that tracks motion but returns empty
 frames.
 """
 
@@ -22,7 +22,7 @@ EAST = {**NORTH, "heading_degrees": 90.0}
 
 
 class WalkingLLM:
-    """Provides `LLM.encode` of a world with poses."""
+    """Provides `LLM.encode` for a world with poses."""
 
     def __init__(self) -> None:
         self.llm_engine = SimpleNamespace(vllm_config=None)
@@ -69,8 +69,8 @@ def action(env: WorldVectorEnv, *held: str) -> dict[str, np.ndarray]:
 
 
 def test_environments_start_where_they_are_notified(env: WorldVectorEnv) -> None:
-    """Environments start at the given pose. One pose applies to all environments, or there is one
-    per environment.
+    """Environments start at the given pose: either one pose for all environments, or one pose for
+    each.
 
     A step forward is 0.5 m per latent frame.
     """
@@ -91,7 +91,7 @@ def test_an_unknown_pose_is_nan(env: WorldVectorEnv) -> None:
 
 
 def test_an_episode_that_ends_starts_from_the_same_pose_again(env: WorldVectorEnv) -> None:
-    """A start pose is used for every new episode until the next call of `reset`."""
+    """A start pose applies to every new episode until the next call of `reset`."""
     env.reset(options={"start_pose": EAST})
     for _ in range(3):
         *_, infos = env.step(action(env, "w", "w"))

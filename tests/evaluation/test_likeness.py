@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PSNR and SSIM of videos with known values."""
+"""PSNR and SSIM of videos for which the values are known."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ from vllm_omni.evaluation import likeness
 
 @pytest.fixture
 def clip() -> torch.Tensor:
-    """Soft random images without symmetry, [2, 3, 3, 24, 32]."""
+    """Smooth, asymmetric random videos, [2, 3, 3, 24, 32]."""
     noise = torch.rand(6, 3, 7, 9, generator=torch.Generator().manual_seed(4))
     return functional.interpolate(noise, size=(24, 32), mode="bilinear").view(2, 3, 3, 24, 32)
 
 
 def test_psnr_is_that_of_the_error(clip: torch.Tensor) -> None:
-    """The PSNR of a uniform error of 0.1 is 20 dB. If only one frame in three has this error, it is
-    4.8 dB higher.
+    """A uniform error of 0.1 yields a PSNR of 20 dB. If only one of three frames has this error,
+    the PSNR is 4.8 dB higher.
     """
     assert likeness.psnr(clip + 0.1, clip) == pytest.approx(torch.full((2,), 20.0), abs=1e-3)
     once = clip.clone()
@@ -30,7 +30,7 @@ def test_psnr_is_that_of_the_error(clip: torch.Tensor) -> None:
 
 
 def test_ssim_is_the_known_one(clip: torch.Tensor) -> None:
-    """SSIM equals that of scikit-image with Gaussian windows, which also cuts off the border.
+    """SSIM equals that of scikit-image with Gaussian windows, which also excludes the border.
 
     The tolerance of 1e-5 allows for fp32 sums.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures of synthetic videos with known values, and of broken videos."""
+"""Metrics of synthetic videos with known values, and of broken videos."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ HEIGHT, WIDTH, FRAMES = 24, 32, 20
 
 
 def picture(level: float = 120.0, contrast: float = 40.0) -> np.ndarray:
-    """Return a frame of columns that alternate around a level, [H, W, 3] in floats."""
+    """Return a frame whose columns alternate above and below `level`, float [H, W, 3]."""
     columns = np.where(np.arange(WIDTH) % 2 == 0, -contrast, contrast)
     return np.broadcast_to(level + columns[None, :, None], (HEIGHT, WIDTH, 3)).copy()
 
@@ -28,7 +28,7 @@ def test_sharpness_and_contrast_are_those_of_the_picture() -> None:
 
 
 def test_blur_halves_sharpness_and_contrast() -> None:
-    """A video that loses half of its contrast, frame by frame, has sharpness and contrast ratios of
+    """A video that gradually loses half of its contrast has sharpness and contrast ratios of about
     one half.
     """
     frames = [picture(contrast=40 * (1 - share / 2)) for share in np.linspace(0, 1, FRAMES)]
@@ -46,8 +46,8 @@ def test_noise_raises_sharpness() -> None:
 
 @pytest.mark.parametrize("amount", [0, 3, 10])
 def test_flicker_is_the_change_of_brightness(amount: int) -> None:
-    """Flicker is the change of brightness. Frames alternate by `amount` above and below a level, so
-    they differ by twice that.
+    """Flicker is the change of brightness between frames. The test frames alternate by `amount`
+    above and below a level, so the flicker is twice `amount`.
     """
     frames = [picture(120 + amount * (-1) ** n) for n in range(FRAMES)]
     found = appearance(video(*frames))
@@ -58,8 +58,8 @@ def test_flicker_is_the_change_of_brightness(amount: int) -> None:
 def test_a_steady_fade_is_drift_and_no_flicker() -> None:
     """A steady fade counts as drift and not as flicker.
 
-    The level rises by 2 in each of 20 frames. Drift compares the first and the last tenth, which
-    are two frames each.
+    The brightness rises by 2 with each of 20 frames. Drift compares the first tenth of the video
+    with the last, which are two frames each.
     """
     found = appearance(video(*[picture(100 + 2 * n) for n in range(FRAMES)]))
     assert found["colour_drift"] == pytest.approx(36, abs=0.01)
@@ -67,8 +67,8 @@ def test_a_steady_fade_is_drift_and_no_flicker() -> None:
 
 
 def test_drift_of_one_colour_counts_a_third() -> None:
-    """The colour drift of a video in which one of three colours changes by 30 is the root mean
-    square over the three colours.
+    """Colour drift is the root mean square over the three colours, here for a video in which only
+    one colour changes, by 30.
     """
     first, last = picture(), picture()
     last[..., 2] += 30

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The offline example generates images and videos with pipeline directories."""
+"""The offline example generates images and videos from diffusers pipeline directories."""
 
 from pathlib import Path
 
@@ -65,7 +65,7 @@ def test_text_becomes_a_video(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_refused_request_ends_with_its_reason(tmp_path: Path) -> None:
-    """A refused request ends the script with one line that gives the reason, without a
+    """If a request is refused, the script prints the reason in one line and exits without a
     traceback.
     """
     result = run_example(

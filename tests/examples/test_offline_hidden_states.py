@@ -11,8 +11,8 @@ from vllm_omni.hidden_states import from_safetensors
 
 @pytest.mark.nightly
 def test_it_prints_text_and_writes_rows(tmp_path: Path) -> None:
-    """Without a model, the example creates one. It runs two prompts and returns the hidden states
-    of two layers.
+    """If no model is given, the example creates one. It runs two prompts and writes the hidden
+    states of two layers.
     """
     out = tmp_path / "states.safetensors"
     done = run_example("hidden_states.py", "--rows", "generated", "--layers", 2, -1, "--out", out)

@@ -17,7 +17,7 @@ EXAMPLE = load_example(SCRIPT)
 
 @pytest.fixture
 def camera(tmp_path: Path) -> Path:
-    """Return a camera folder with a path of 21 frames to the right."""
+    """Return a camera folder whose path moves to the right for 21 frames."""
     folder = tmp_path / "walk"
     folder.mkdir()
     poses_N44 = np.tile(np.eye(4, dtype=np.float32), (21, 1, 1))
@@ -31,8 +31,8 @@ def camera(tmp_path: Path) -> Path:
 def test_image_and_camera_folder_become_a_video(
     lingbot_world: Path, camera: Path, tmp_path: Path
 ) -> None:
-    """An image and a camera folder yield a video of the requested size that moves. Its two chunks
-    have 9 and 12 frames.
+    """An image and a camera folder yield a video of the requested size that shows motion. Its two
+    chunks have 9 and 12 frames.
     """
     image = tmp_path / "start.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)).save(image)
@@ -48,13 +48,15 @@ def test_image_and_camera_folder_become_a_video(
 
 @pytest.mark.parametrize(("num_poses", "sizes"), [(9, [9]), (21, [9, 12]), (33, [9, 12, 12])])
 def test_a_path_is_cut_into_whole_chunks(num_poses: int, sizes: list[int]) -> None:
-    """A path is cut to whole chunks, of which the first is shorter."""
+    """A camera path is truncated to whole chunks. The first chunk is shorter than the others."""
     assert EXAMPLE.chunk_sizes(StreamInfo(), num_poses) == sizes
 
 
 @pytest.mark.parametrize("num_poses", [0, 8, 15])
 def test_a_path_that_fills_no_chunk_is_refused(num_poses: int) -> None:
-    """A path that is too short for a chunk is refused with the number of poses per chunk."""
+    """A path that is too short for a chunk is refused, and the error states the number of poses per
+    chunk.
+    """
     with pytest.raises(
         SystemExit,
         match=f"{num_poses} poses do not fill whole chunks: the first chunk takes 9, later ones 12",
@@ -96,8 +98,8 @@ def test_a_file_that_could_not_be_written_is_refused_at_once(
 
 @pytest.mark.nightly
 def test_latents_are_written_as_one_array(lingbot_world: Path, tmp_path: Path) -> None:
-    """The script writes the latents of two chunks, with three latent frames each, as one array at
-    an eighth of the size.
+    """The script writes the latents of two chunks, of three latent frames each, as one array with
+    an eighth of the video's height and width.
     """
     out = tmp_path / "latents.npy"
     run_example(
@@ -152,6 +154,8 @@ def test_keys_become_a_video(lingbot_world: Path, tmp_path: Path) -> None:
 
 
 def test_misspelt_keys_are_refused_with_the_allowed_ones(lingbot_world: Path) -> None:
-    """Misspelt keys are refused with the allowed keys before the model is loaded."""
+    """Misspelt keys are refused before the model is loaded, and the error lists the allowed
+    keys.
+    """
     with pytest.raises(SystemExit, match="w a s d i j k l"):
         EXAMPLE.main(EXAMPLE.make_parser().parse_args([str(lingbot_world), "--keys", "w*3 x"]))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example that uses worlds as environments prints the throughput, forks, and replays an episode
-exactly.
+"""The example that uses worlds as environments prints its throughput, forks an environment, and
+replays an episode exactly.
 """
 
 from pathlib import Path

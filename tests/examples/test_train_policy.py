@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example that trains a policy over HTTP learns to walk in the demo world, in a shortened
+"""The example that trains a policy over HTTP learns to walk in the demo world, even in a shortened
 run.
 """
 
@@ -16,8 +16,8 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "online_serving" / "train_poli
 
 @pytest.mark.nightly
 def test_a_policy_learns_to_walk_to_a_landmark(tmp_path: Path) -> None:
-    """The trained policy ends at least one metre closer to the landmark than random keys. Six steps
-    forward are three metres.
+    """The trained policy ends at least one metre closer to the landmark than a policy that presses
+    random keys. Six steps forward cover three metres.
     """
     result = tmp_path / "result.json"
     short = ("--envs", 4, "--steps", 6, "--iterations", 8)

@@ -17,15 +17,15 @@ from vllm_omni.model_executor.models.diffusers_pipeline.options import Diffusers
 
 @pytest.fixture(scope="session")
 def tiny_pipelines(tiny_checkpoint: Callable[..., Path]) -> Callable[[str], Path]:
-    """Return a factory of checkpoints: `tiny_pipelines(layout)` returns a tiny pipeline directory,
-    which is written once.
+    """Return a function: `tiny_pipelines(layout)` returns a tiny pipeline directory, which is
+    written only once.
     """
     return partial(tiny_checkpoint, "diffusers_pipeline")
 
 
 @pytest.fixture
 def make_host(tiny_pipelines: Callable[[str], Path]) -> MakeHost:
-    """Return a factory of hosts: `make_host(layout, **options)` returns a host on the CPU in
+    """Return a function: `make_host(layout, **options)` returns a pipeline host on the CPU in
     float32.
     """
 
@@ -41,7 +41,8 @@ def make_host(tiny_pipelines: Callable[[str], Path]) -> MakeHost:
 def make_runner(make_host: MakeHost) -> Iterator[Callable[..., PipelineRunner]]:
     """Return a function: `make_runner(layout, **options)` returns a pipeline runner.
 
-    The runner does one denoise step per engine step, or whole requests with `step_at_a_time=False`.
+    The runner executes one denoise step per engine step, or whole requests with
+    `step_at_a_time=False`.
     """
     runners: list[PipelineRunner] = []
 

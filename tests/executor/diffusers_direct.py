@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of diffusers itself, and names that the executor's tests share."""
+"""Results computed by diffusers itself, and names shared by the executor's tests."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -80,8 +80,8 @@ def test_adapters_per_request_equal_diffusers(
     tiny_pipelines: Pipelines,
     lora: Callable[[int], Path],
 ) -> None:
-    """Images with one adapter, the other, both with scales, and none each equal those of diffusers
-    bit for bit.
+    """Images generated with one adapter, with the other, with both at given scales, and with none
+    are each bit-identical to those of diffusers.
     """
     path, first, second = tiny_pipelines("qwen_image"), lora(1), lora(2)
     runner = make_runner(
@@ -108,7 +108,9 @@ def test_interleaved_requests_keep_their_adapters(
     tiny_pipelines: Pipelines,
     lora: Callable[[int], Path],
 ) -> None:
-    """Two interleaved requests keep their own adapters, which are switched between the steps."""
+    """Two interleaved requests keep their own adapters, because the runner switches adapters
+    between steps.
+    """
     folder = lora(1)
     runner = make_runner(interleave=2, loras={"one": {"path": str(folder)}})
     fields = {"prompt": "a red fox", "seed": 1, **SMALL}
@@ -127,8 +129,8 @@ def test_load_and_unload_while_serving(
     tiny_pipelines: Pipelines,
     lora: Callable[[int], Path],
 ) -> None:
-    """A request can name an adapter from `add_adapter` until `remove`. Requests without adapters do
-    not change.
+    """Requests can use an adapter after `add_adapter` until it is removed. Results of requests
+    without adapters do not change.
     """
     runner, folder = make_runner(), lora(1)
     adapters, pipeline = runner.host.adapters, runner.host.pipeline
@@ -161,8 +163,8 @@ def test_load_and_unload_while_serving(
 def test_malformed_selections_are_refused(
     make_runner: Callable[..., PipelineRunner], wanted: Any
 ) -> None:
-    """`options.lora` must be a name, a list of names, or an object of names and numbers. Other
-    values are refused.
+    """`options.lora` must be a name, a list of names, or an object that maps names to numbers.
+    Other values are refused.
     """
     failure = run_to_end(
         make_runner(), new_request("a", session_id="a", prompt="x", options={"lora": wanted})
@@ -173,8 +175,8 @@ def test_malformed_selections_are_refused(
 def test_invalid_adapter_files_are_refused(
     make_runner: Callable[..., PipelineRunner], tmp_path: Path, tiny_pipelines: Pipelines
 ) -> None:
-    """An empty directory, a file of another kind and a pickle are each refused by name, and the
-    pipeline continues.
+    """An empty directory, a file of another type and a pickle are each refused with an error that
+    names the adapter, and the pipeline continues.
     """
     runner = make_runner()
     adapters, pipeline = runner.host.adapters, runner.host.pipeline
@@ -199,8 +201,8 @@ def test_invalid_adapter_files_are_refused(
 def test_an_adapter_file_is_not_mapped(
     make_runner: Callable[..., PipelineRunner], lora: Callable[[int], Path]
 ) -> None:
-    """An adapter file is not memory-mapped, because overwriting it would then end the running
-    server.
+    """An adapter file is not memory-mapped, because overwriting a mapped file would crash the
+    running server.
     """
     runner, file = make_runner(), next(lora(1).glob("*.safetensors"))
     runner.host.adapters.add_adapter(runner.host.pipeline, "one", LoraSource(path=str(file)))
@@ -228,8 +230,8 @@ def test_an_adapter_with_nan_is_refused_when_it_is_loaded(
 
 
 def test_a_missing_adapter_directory_is_refused_at_startup() -> None:
-    """A missing adapter directory is refused when the options are read, also by `vllm serve
-    --omni`.
+    """A missing adapter directory is refused as soon as the options are read, including by
+    `vllm serve --omni`.
     """
     with pytest.raises(ValueError, match=r"omni\.model\.loras\.x: nowhere does not exist"):
         DiffusersOptions.parse({"loras": {"x": {"path": "nowhere"}}})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's options become arguments of a pipeline's `__call__`, and client mistakes become
+"""A request's options are converted to arguments of a pipeline's `__call__`, and client mistakes to
 errors.
 """
 
@@ -60,7 +60,7 @@ def refused(
 
 
 def test_sizes_of_the_pipelines(info: Callable[..., PipelineInfo]) -> None:
-    """Size multiples and frame strides of a pipeline come from its loaded components."""
+    """The size multiple and frame stride of a pipeline are derived from its loaded components."""
     assert [info(layout).size_multiple for layout in ("qwen_image", "flux", "sd3", "wan")] == [
         16,
         16,
@@ -97,7 +97,7 @@ def test_guidance_scale_sets_the_guidance_argument_of_the_pipeline(
 def test_aspect_ratios_and_suffixes_of_qwen_image(info: Callable[..., PipelineInfo]) -> None:
     """Aspect ratios and prompt suffixes of Qwen-Image are those of its model card.
 
-    The quality suffix follows the prompt's language and is off by default.
+    The quality suffix is in the prompt's language and is off by default.
     """
     assert all(side % 16 == 0 for size in ASPECT_RATIOS.values() for side in size)
     wide = call(info("qwen_image"), width=64, height=64, options={"aspect_ratio": "16:9"})
@@ -118,7 +118,7 @@ def test_aspect_ratios_and_suffixes_of_qwen_image(info: Callable[..., PipelineIn
 
 
 def test_deployment_defaults_yield_to_the_request(info: Callable[..., PipelineInfo]) -> None:
-    """The defaults of a deployment fill only the fields that a request omits."""
+    """A deployment's default values are used only for fields that a request omits."""
     deployment = {
         "defaults": {"true_cfg_scale": 4.0, "negative_prompt": " ", "num_inference_steps": 7}
     }
@@ -143,7 +143,9 @@ def test_deployment_defaults_yield_to_the_request(info: Callable[..., PipelineIn
 
 
 def test_deployment_defaults_are_checked_at_startup() -> None:
-    """An invalid default of a deployment is refused at startup with the allowed values."""
+    """An invalid default value of a deployment is refused at startup, and the error lists the
+    allowed values.
+    """
     with pytest.raises(ValueError, match="allowed values: 'auto', 'off'"):
         DiffusersOptions.parse({"defaults": {"prompt_suffix": "zh"}})
     with pytest.raises(ValueError, match=r"omni\.model\.defaults: .*width"):
@@ -151,8 +153,8 @@ def test_deployment_defaults_are_checked_at_startup() -> None:
 
 
 def test_a_missing_seed_is_generated_and_returned(info: Callable[..., PipelineInfo]) -> None:
-    """If a request has no seed, one is generated and returned. Two of these requests differ, and
-    each can be repeated with its seed.
+    """If a request has no seed, one is generated and returned. Two requests without a seed yield
+    different results, and each can be repeated with the returned seed.
     """
     assert call(info("sd3")).seed != call(info("sd3")).seed
     assert call(info("sd3"), seed=0).seed == 0
@@ -233,8 +235,8 @@ LATER_TENSORS = {
 def test_refusals(
     info: Callable[..., PipelineInfo], layout: str, fields: dict[str, Any], code: str, words: str
 ) -> None:
-    """A refused request gets an error with the mistake and the allowed values before the pipeline
-    runs.
+    """A request is refused before the pipeline runs, with an error that states the mistake and the
+    allowed values.
     """
     failure = refused(info(layout), **fields)
     assert failure.code == code and words in failure.message
@@ -348,7 +350,7 @@ def test_images_and_masks_with_the_names_of_the_endpoints(
 
 
 def test_capabilities_equal_those_of_the_executor() -> None:
-    """Endpoints state the capabilities that the executor has, because both read the same
+    """Endpoints report the same capabilities as the executor, because both read the same
     signatures.
 
     The capabilities are the tasks, defaults and limits of known classes.

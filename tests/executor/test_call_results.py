@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every output type of a pipeline is converted to the uint8 images of diffusers' PIL output."""
+"""Every output type of a pipeline is converted to the same uint8 images as diffusers' PIL
+output.
+"""
 
 import numpy as np
 import pytest
@@ -13,8 +15,8 @@ from vllm_omni.executor.call_results import latents_tensor, result_tensors
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("output_type", ["pt", "np", "pil"])
 def test_images_equal_diffusers_pil_output(output_type: str, dtype: torch.dtype) -> None:
-    """Rounding equals that of diffusers for every value k/255 and for values in between, in float32
-    and bfloat16.
+    """Values are rounded as in diffusers, for every value k/255 and for values in between, in
+    float32 and bfloat16.
     """
     decoded = torch.linspace(-1.2, 1.2, 2 * 3 * 64 * 64).reshape(2, 3, 64, 64).to(dtype)
     processor = VaeImageProcessor()
@@ -38,7 +40,9 @@ def test_video_frames_equal_diffusers_pil_output(output_type: str) -> None:
 
 
 def test_alpha_is_dropped_and_gray_is_repeated() -> None:
-    """Results always have three channels: alpha is dropped and gray is repeated."""
+    """Results always have three channels: an alpha channel is dropped, and a gray channel is
+    repeated.
+    """
     gray = torch.rand(1, 1, 8, 8)
     spread = result_tensors({"images": gray}, video=False)["images"]
     assert spread.shape == (1, 8, 8, 3) and torch.equal(spread[..., 0], spread[..., 2])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads of a pipeline on a CPU: its worker thread uses all of torch's threads, and the engine's
-thread one.
+"""CPU threads of a pipeline: its worker thread computes with all of torch's threads, and the
+engine's thread with one.
 """
 
 import threading

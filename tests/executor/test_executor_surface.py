@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The executor implements every call that vLLM's engine makes to workers. The calls are read from
-vLLM's source.
+"""The executor implements every call that vLLM's engine makes to workers. The test extracts these
+calls from vLLM's source.
 """
 
 import inspect
@@ -39,8 +39,8 @@ def requested_of_workers() -> list[str]:
 
 
 def test_the_pattern_finds_remote_calls() -> None:
-    """The pattern finds calls in vLLM's source. This test fails if vLLM changes their form, because
-    the pattern would then find no name.
+    """The pattern finds remote calls in vLLM's source. If vLLM changed the form of these calls, the
+    pattern would find no names, and this test would fail.
     """
     assert {"get_kv_cache_spec", "initialize_from_config", "sleep", "synchronize_device"} <= set(
         requested_of_workers()
@@ -58,7 +58,7 @@ def test_every_worker_method_exists(name: str) -> None:
 def executor(
     tiny_pipelines: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
-    """A real executor with a real config, but without an engine."""
+    """A real executor with a real engine configuration, but without an engine."""
     from vllm.engine.arg_utils import EngineArgs
 
     args = EngineArgs(
@@ -104,16 +104,16 @@ def test_calls_at_startup(executor: Any) -> None:
 
 
 def test_session_statistics_have_the_keys_of_a_worker(executor: Any) -> None:
-    """Session statistics have the keys of a worker, because `/omni/ready` and metrics read them
-    from every executor.
+    """Session statistics have the same keys as those of a worker, because `/omni/ready` and the
+    metrics read these keys from every executor.
     """
     (stats,) = executor.collective_rpc("session_stats")
     assert stats.keys() == SessionStore(max_sessions=1, idle_s=1.0).stats().keys()
 
 
 def test_rpcs_by_name_callable_and_future(executor: Any) -> None:
-    """An RPC returns a list of one result. An unknown name or a failure is an exception, also in a
-    future.
+    """An RPC returns a list with one result. An unknown name or a failure raises an exception,
+    including through a future.
     """
     assert executor.collective_rpc("request_progress") == [{}]
     assert executor.collective_rpc(lambda worker, n: [*worker.loras(), n], args=(1,)) == [[1]]
@@ -139,7 +139,9 @@ def test_sleep_and_wake_give_the_same_image(executor: Any, level: int) -> None:
 
 
 def test_sleep_during_a_request(executor: Any) -> None:
-    """A request continues bit for bit after sleep level 1, and ends with an error after level 2."""
+    """After sleep level 1, a running request continues with bit-identical results. After level 2,
+    it ends with an error.
+    """
     expected = run(executor)[1]["images"]
     fields = {"prompt": "a fox", "seed": 1, **SMALL}
     executor.execute_model(step(new=[new_request("kept", session_id="kept", **fields)]))
@@ -160,8 +162,8 @@ def test_sleep_during_a_request(executor: Any) -> None:
 
 
 def test_profiling_traces_the_pipelines_thread(executor: Any) -> None:
-    """A profile that starts during a request contains the operators of the remaining steps, which
-    run on the pipeline's thread.
+    """A profile that is started during a request contains the operators of the remaining steps,
+    although they run on the pipeline's thread.
     """
     executor.execute_model(
         step(new=[new_request("p", session_id="p", prompt="a fox", seed=1, **SMALL)])
@@ -181,7 +183,7 @@ def test_profiling_traces_the_pipelines_thread(executor: Any) -> None:
 
 
 def test_each_profile_has_its_own_prefix(executor: Any) -> None:
-    """Each profile has its own prefix and does not use that of an earlier profile."""
+    """Each profile uses its own file prefix, not that of an earlier profile."""
     folder = Path(executor.vllm_config.profiler_config.torch_profiler_dir)
     new = []
     for prefix in ("first", "second", None):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a pipeline: device, dtypes, loading and reloading."""
+"""The weights of a pipeline: their device, dtypes, loading and reloading."""
 
 import json
 import shutil
@@ -24,16 +24,16 @@ def test_offload_is_refused_on_a_cpu(make_host: MakeHost, offload: str) -> None:
 
 
 def test_offload_and_interleaving_exclude_each_other() -> None:
-    """Offloading together with interleaving is refused when the options are read, also by `vllm
-    serve --omni`.
+    """Offloading together with interleaving is refused as soon as the options are read, including
+    by `vllm serve --omni`.
     """
     with pytest.raises(ValueError, match=r"interleave 2 needs omni\.model\.offload 'none'"):
         DiffusersOptions.parse({"offload": "model", "interleave": 2})
 
 
 def test_sleep_levels_on_a_cpu(make_host: MakeHost) -> None:
-    """On a CPU, sleep level 1 frees nothing and reports nothing. Level 2 discards the weights, and
-    waking up reads them again.
+    """On a CPU, sleep level 1 frees no memory and reports none as freed. Level 2 discards the
+    weights, and waking up loads them again.
     """
     host = make_host()
     nbytes = host.nbytes
@@ -51,8 +51,8 @@ def test_sleep_levels_on_a_cpu(make_host: MakeHost) -> None:
 def test_dtype_of_all_and_of_single_components(
     make_host: MakeHost, tiny_pipelines: Callable[[str], Path]
 ) -> None:
-    """`--dtype` applies to all components, and `component_dtypes` to the named ones. Unknown names
-    are refused.
+    """`--dtype` applies to all components, and `component_dtypes` overrides it for the components
+    that it names. Unknown names are refused.
     """
     options = DiffusersOptions.parse({"component_dtypes": {"vae": "float32"}})
     host = PipelineHost(tiny_pipelines("wan"), options, CPU, torch.bfloat16)
@@ -83,8 +83,8 @@ def test_vae_tiling_enables_slicing(make_host: MakeHost) -> None:
 
 
 def test_a_call_object_shares_only_weights(make_host: MakeHost) -> None:
-    """A call object shares only the weights. The scheduler and the state of the call belong to the
-    copy.
+    """A call object shares only its weights with the pipeline; it has its own scheduler and call
+    state.
     """
     host = make_host()
     first, second = host.call_object(), host.call_object()
@@ -105,8 +105,8 @@ def test_generators_have_consecutive_seeds(make_host: MakeHost) -> None:
 def test_reload_takes_the_same_class_only(
     make_host: MakeHost, tiny_pipelines: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """A reload accepts only weights of the same pipeline class. Another class is refused, and the
-    pipeline does not change.
+    """A reload accepts only weights of the same pipeline class. Weights of another class are
+    refused, and the pipeline does not change.
     """
     host = make_host()
     with pytest.raises(ValueError, match="FluxPipeline"):
@@ -139,8 +139,8 @@ def test_code_in_a_checkpoint_is_not_run(
 def test_random_weights_need_configs_only(
     tiny_pipelines: Callable[[str], Path], tmp_path: Path, layout: str
 ) -> None:
-    """`--load-format dummy` needs no weight files. Its weights have the same shapes, dtypes and
-    values each time.
+    """`--load-format dummy` needs no weight files. The random weights have the same shapes, dtypes
+    and values on every load.
     """
     bare = tmp_path / "bare"
     shutil.copytree(tiny_pipelines(layout), bare, ignore=shutil.ignore_patterns("*.safetensors"))

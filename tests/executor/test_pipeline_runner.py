@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pipeline runner, step by step.
 
-Results equal those of diffusers bit for bit, even if other requests fail or are aborted.
+Results are bit-identical to those of diffusers, even if other requests fail or are aborted.
 """
 
 import gc
@@ -76,7 +76,7 @@ def test_stock_scheduler_runs_whole_requests(
     make_runner: MakeRunner, tiny_pipelines: Pipelines
 ) -> None:
     """With the stock scheduler, one engine step runs several whole requests, and their images are
-    equal.
+    unchanged.
     """
     runner = make_runner(step_at_a_time=False)
     results = execute(runner, step(new=[request("a", seed=1), request("b", seed=2)]))
@@ -87,8 +87,8 @@ def test_stock_scheduler_runs_whole_requests(
 def test_requests_run_one_at_a_time_by_default(
     make_runner: MakeRunner, tiny_pipelines: Pipelines
 ) -> None:
-    """By default, a second request waits for the end of the first one. Both results equal those of
-    diffusers.
+    """By default, a second request waits until the first one has finished. Both results equal those
+    of diffusers.
     """
     runner = make_runner()
     execute(runner, step(new=[request("a", seed=1), request("b", seed=2)]))
@@ -97,7 +97,7 @@ def test_requests_run_one_at_a_time_by_default(
     for _ in range(3):
         results = execute(runner, step(running=["a", "b"]))
     assert torch.equal(images(results["a"]), reference(tiny_pipelines("qwen_image"), 1))
-    # The second request started in the step in which the first one ended.
+    # The second request started in the same engine step in which the first one ended.
     assert runner.request_progress()["b"] == [1, 4]
     for _ in range(4):
         results = execute(runner, step(running=["b"], finished=["a"]))
@@ -129,7 +129,8 @@ def test_interleaved_requests_equal_single_ones(
 def test_an_abort_stops_before_the_next_step(
     make_runner: MakeRunner, tiny_pipelines: Pipelines
 ) -> None:
-    """After an abort in step two of four, no further step runs and the latents are freed.
+    """When a request is aborted in its second of four steps, no further step runs, and its latents
+    are freed.
 
     The next request is unaffected.
     """
@@ -162,8 +163,8 @@ def test_a_waiting_request_can_be_aborted(make_runner: MakeRunner) -> None:
 def test_an_error_fails_only_its_request(
     make_runner: MakeRunner, tiny_pipelines: Pipelines
 ) -> None:
-    """An error fails only its own request: a refused one, a failure inside the model, or values
-    that are not finite.
+    """A refusal, a failure inside the model, or non-finite values fail only the request in which
+    they occur.
     """
     runner = make_runner(interleave=2)
     transformer = runner.host.pipeline.transformer
@@ -201,8 +202,8 @@ def test_an_error_fails_only_its_request(
 
 
 def test_a_value_error_of_the_pipeline_is_a_client_error(make_runner: MakeRunner) -> None:
-    """A ValueError before the first step is a client error. The error's text is returned only if it
-    contains no internals.
+    """A ValueError before the first step is a client error. Its message is returned only if it
+    reveals no internals.
     """
     runner = make_runner("wan")
     failure = run_to_end(runner, request("a", num_frames=5, options={"guidance_scale_2": 3.0}))["a"]
@@ -247,7 +248,8 @@ def test_latents_on_request(make_runner: MakeRunner) -> None:
 def test_image_to_image_and_inpainting_by_pipeline_class(
     make_runner: MakeRunner, tiny_pipelines: Pipelines
 ) -> None:
-    """A directory runs with other pipeline classes for image-to-image and inpainting.
+    """The same pipeline directory also runs with the pipeline classes for image-to-image and
+    inpainting.
 
     `strength` reduces the number of steps and the reported progress.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request with prompt embeddings equals the request with the text of the prompt."""
+"""A request with prompt embeddings returns the same image as a request with the prompt's text."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_template_and_offset_equal_those_of_the_pipeline(
     tiny_pipelines: Callable[[str], Path],
 ) -> None:
     """The prompt template and offset equal those of diffusers' pipeline. Braces in a prompt are
-    plain text.
+    treated as ordinary text.
     """
     import diffusers
 
@@ -49,8 +49,8 @@ def test_embeddings_equal_the_text(
     tiny_pipelines: Callable[[str], Path],
     without: list[str],
 ) -> None:
-    """Positive and negative embeddings yield the image of the text bit for bit, with and without a
-    text encoder.
+    """Positive and negative embeddings yield an image that is bit-identical to that from text, with
+    and without a loaded text encoder.
     """
     path = tiny_pipelines("qwen_image")
     positive = qwen_image.prompt_embeds(states_of(path, PROMPT))
@@ -77,7 +77,9 @@ def test_embeddings_equal_the_text(
 def test_text_without_a_text_encoder_is_refused(
     make_runner: Callable[..., PipelineRunner],
 ) -> None:
-    """A text prompt without a text encoder is refused, and the error names the tensors to send."""
+    """If no text encoder is loaded, a text prompt is refused, and the error names the tensors to
+    send instead.
+    """
     runner = make_runner(without=["text_encoder", "tokenizer"])
     failure = run_to_end(runner, new_request("a", session_id="a", prompt="a fox", **SMALL))["a"]
     assert failure.code == "invalid_request" and "prompt_embeds" in failure.message

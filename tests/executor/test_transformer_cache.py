@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step caching in diffusers pipelines (`options.first_block_cache`) applies to a single request."""
+"""Step caching in diffusers pipelines (`options.first_block_cache`) is enabled per request."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WorkerThread`: work stops at its pause points, and can be resumed or cancelled there."""
+"""`WorkerThread`: work pauses at its pause points, where it can be resumed or cancelled."""
 
 import threading
 
@@ -32,8 +32,8 @@ def test_work_advances_from_pause_to_pause() -> None:
 
 @pytest.mark.parametrize("advances", [0, 1, 3])
 def test_cancel_ends_the_work_at_its_pause_point(advances: int) -> None:
-    """Cancelled work does not start, or unwinds from its pause point. The thread can be used
-    again.
+    """Cancelled work never starts, or unwinds from its current pause point. The thread can then be
+    used again.
     """
     thread, trace = WorkerThread[str]("t"), []
     thread.start_work(counting(trace))
@@ -49,7 +49,7 @@ def test_cancel_ends_the_work_at_its_pause_point(advances: int) -> None:
 
 def test_cancel_is_not_caught_by_except_exception() -> None:
     """Cancelling also stops a pipeline that catches exceptions in its loop, and the pipeline's
-    clean-up runs.
+    cleanup code runs.
     """
     thread, trace = WorkerThread[None]("t"), []
 
@@ -61,7 +61,7 @@ def test_cancel_is_not_caught_by_except_exception() -> None:
                 except Exception:
                     trace.append("survived")
         finally:
-            pause()  # A pause point during the clean-up stops it too.
+            pause()  # A pause point during the cleanup stops it too.
             trace.append("not reached")
 
     thread.start_work(stubborn)
@@ -72,7 +72,7 @@ def test_cancel_is_not_caught_by_except_exception() -> None:
 
 
 def test_errors_of_the_work_are_raised_by_advance() -> None:
-    """`advance` raises an exception of the work, and the thread can be used again."""
+    """`advance` re-raises an exception that the work raised, and the thread can be used again."""
     thread = WorkerThread[None]("t")
 
     def failing(pause: PausePoint) -> None:
@@ -88,8 +88,8 @@ def test_errors_of_the_work_are_raised_by_advance() -> None:
 
 
 def test_calls_run_on_the_worker_thread() -> None:
-    """A profiler starts on the thread that it profiles, even during a request. Errors are raised to
-    the caller.
+    """`call` runs a function on the worker thread, even during a request, for example to start a
+    profiler there. The function's errors are raised in the caller.
     """
     thread, threads = WorkerThread[str]("t"), []
     thread.call(lambda: threads.append(threading.current_thread().name))
@@ -119,5 +119,7 @@ def test_closing_a_busy_worker_ends_its_thread() -> None:
 
 
 def _names_of_threads() -> set[str]:
-    """Return the names of the threads instead of their number, because other threads may end."""
+    """Return the names of the running threads. Their number would not suffice, because other
+    threads may end meanwhile.
+    """
     return {thread.name for thread in threading.enumerate()}

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The walks of the golden-video tests, and the recording of the tiny checkpoint.
+r"""The walks that the golden-video tests compare. As a script, this module records the frames of
+the tiny checkpoint.
 
-Record it again only if frames are meant to change, and say so in the commit:
+Record the frames again only if they are meant to change, and say so in the commit message:
 
     PYTHONPATH=tests python tests/golden_video/lingbot_walk.py \
         tests/golden/lingbot_video/tiny_32x48.npz
@@ -23,7 +24,9 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "lingbot_video" / "tiny_32x48.np
 HEIGHT, WIDTH, SEED = 32, 48, 7
 PROMPT = "a path through green hills"
 CHUNK_KEYS = (["w"], ["w", "l"], ["s", "j"])
-"""Keys held in each chunk: forward, then forward and turn, then back and turn the other way."""
+"""Keys held in each chunk: forward, then forward while turning, then back while turning the other
+way.
+"""
 
 
 async def walk(
@@ -57,7 +60,7 @@ async def walk(
 
 
 def start_image() -> torch.Tensor:
-    """Return an image without symmetry, uint8 [32, 48, 3]."""
+    """Return an asymmetric image, uint8 [32, 48, 3]."""
     y, x = torch.meshgrid(torch.arange(HEIGHT), torch.arange(WIDTH), indexing="ij")
     return torch.stack((y * 7, x * 5, x + y), dim=-1).to(torch.uint8)
 

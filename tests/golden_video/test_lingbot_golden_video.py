@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole videos from the real engine: a recording of the tiny checkpoint, and properties of real
-weights.
+"""Whole videos from the real engine: frames of the tiny checkpoint equal a recording, and videos
+from real weights have the expected properties.
 
 `lingbot_walk.py` next to this file makes the recording. The second test runs if these variables are
 set: LINGBOT_WORLD_FAST_PATH (checkpoint), LINGBOT_WORLD_FAST_CAMERA_PATH (folder with poses.npy and
 intrinsics.npy of at least 21 frames, and optionally prompt.txt) and LINGBOT_WORLD_FAST_IMAGE (start
 image).
 
-LINGBOT_WORLD_FAST_GOLDEN_PATH may name a folder with some of
-golden_frames_{short,long}_{first,last}.npy. The test then also prints (`pytest -s`) SSIM and PSNR
-against these frames of the reference implementation: the first and the last frame of its clips of
-25 frames, of which it generates 21, and of 81 frames. The arrays are [H, W, 3] or [3, H, W] in
-uint8, or in floats in [-1, 1]. SSIM and PSNR have no limit, because the reference draws the noise
-of a whole clip at once, and this package draws it for each chunk and step.
+LINGBOT_WORLD_FAST_GOLDEN_PATH may name a folder with some of the files
+golden_frames_{short,long}_{first,last}.npy. They contain the first and the last frame of two clips
+from the reference implementation: a short one, for which 25 frames are requested and 21 generated,
+and a long one of 81 frames. The test then also prints SSIM and PSNR against these frames (visible
+with `pytest -s`). The arrays are [H, W, 3] or [3, H, W] in uint8, or in floats in [-1, 1]. The test
+sets no limits for SSIM and PSNR, because the reference draws the noise for a whole clip at once,
+whereas this package draws it for each chunk and step.
 """
 
 import asyncio
@@ -38,12 +39,12 @@ REAL_WEIGHTS = (
 REAL_HEIGHT, REAL_WIDTH = 480, 832
 REAL_CHUNK_FRAMES = (9, 12)
 REFERENCE_FRAMES = {"short": sum(REAL_CHUNK_FRAMES), "long": 81}
-"""Number of frames of each clip of the reference, by the name of the clip."""
+"""Number of frames in each reference clip, by the clip's name."""
 
 
 def reference_frames(folder: Path) -> dict[tuple[str, int], np.ndarray]:
-    """Return the reference frames in uint8 by (file name, index in the video). At least one must
-    exist.
+    """Return the reference frames as uint8, keyed by (file name, index in the video). At least one
+    file must exist.
     """
     found = {}
     for clip, count in REFERENCE_FRAMES.items():
@@ -75,10 +76,10 @@ def recorded() -> np.ndarray:
 def test_the_tiny_world_looks_as_recorded(lingbot_world: Path, recorded: np.ndarray) -> None:
     """Three chunks under held keys equal the recording.
 
-    On a CPU each value is equal or off by one, because processors differ in the order of fp32 sums,
-    which can change the rounding of a value. This check is strict: one key less in the second chunk
-    changes values by up to 13 while SSIM stays at 0.998. On CUDA, where torch lets fp32
-    convolutions use TF32, only SSIM is checked.
+    On a CPU, each pixel value is equal or off by one, because processors differ in the order of
+    fp32 sums, which can change how a value is rounded. This check is strict: one key less in the
+    second chunk changes values by up to 13, although SSIM stays at 0.998. On CUDA, where torch lets
+    fp32 convolutions use TF32, only SSIM is checked.
     """
     frames_THWC = tiny_frames(lingbot_world)
     assert frames_THWC.shape == recorded.shape

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The walk through the shipped village that the golden-video test compares, and its recording.
+"""The walk through the shipped village that the golden-video test compares with a recording. As a
+script, this module records it.
 
-Record it again when the shipped weights change or frames are meant to change, and say so in the
-commit:
+Record the walk again when the shipped weights change or frames are meant to change, and say so in
+the commit message:
 
     python tests/golden_video/village_walk.py
 """
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-# When this file runs as a script, the module `training` must be found next to `tests`.
+# When this file runs as a script, Python must find the package `training` next to `tests`.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from training.tiny_world.play import EngineWorld, Played
@@ -41,7 +42,7 @@ def village() -> Path:
 
 
 def made_frames(checkpoint: Path, start_HW3: torch.Tensor) -> list[torch.Tensor]:
-    """Return the frames of the same walk in two sessions of one engine, uint8 [33, 96, 160, 3]
+    """Return the frames of the walk from two sessions of one engine, uint8 [33, 96, 160, 3]
     each.
     """
     world = EngineWorld(

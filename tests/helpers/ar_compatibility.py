@@ -2,7 +2,7 @@
 """`@feature` marks a test that verifies a row of docs/architecture/ar_compatibility.md.
 
 `scripts/ar_compatibility.py` runs the marked tests and writes the table from their outcomes. A test
-of the default suite checks that the table lists exactly the features of the marked tests.
+in the default suite checks that the table lists exactly the features that tests are marked with.
 """
 
 from typing import Any, Literal
@@ -17,9 +17,9 @@ def feature(name: str, runner: Runner = "V1", how: How = "engine", note: str = "
     """Mark a test as the verification of a feature.
 
     Args:
-        name: Feature of vLLM, as named in the table.
+        name: Name of the vLLM feature in the table.
         runner: Generation of vLLM's model runner.
-        how: Whether a real engine runs, or a runner with mocked scheduler outputs.
+        how: Whether the test uses a real engine or a runner with mocked scheduler outputs.
         note: Remark for the table.
     """
     return pytest.mark.ar_feature(name=name, runner=runner, how=how, note=note)

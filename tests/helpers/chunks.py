@@ -34,7 +34,9 @@ def run_steps(model: Any, request: Any) -> None:
 
 
 def run_request(model: Any, request: Any) -> Result:
-    """Run all of one chunk's request in a batch of its own: prepare, denoise, decode and commit."""
+    """Run the whole request of one chunk in a batch of its own: prepare, denoise, decode and
+    commit.
+    """
     run_steps(model, request)
     return finish(model, request)
 
@@ -72,10 +74,10 @@ def run_staggered(
     make_request: Callable[[Any, int], Any],
     chunks: int = 3,
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
-    """Run three sessions by themselves, and then in common batches.
+    """Run three sessions by themselves, and then in shared batches.
 
-    In the common batches, each session starts one step after the preceding one. As in the runner,
-    requests with equal `batch_key` share a batch.
+    In the shared run, each session starts one step after the preceding one. As in the runner,
+    requests with the same `batch_key` share a batch.
 
     Args:
         model: Model that runs the sessions.
@@ -84,8 +86,8 @@ def run_staggered(
         chunks: Number of chunks of each session.
 
     Returns:
-        The latents of each chunk in the common batch and by itself, and the number of batches with
-            requests at different steps.
+        The latents of each chunk from a shared batch and from a run by itself, and the number of
+            batches whose requests were at different steps.
     """
     alone: dict[str, list[torch.Tensor]] = {}
     for seed, name in enumerate("abc"):
@@ -124,7 +126,9 @@ def session_bits(session: Any) -> Bits:
 
 
 def assert_same(session: Any, before: Bits) -> None:
-    """Assert that a session equals the result of an earlier call of `session_bits`."""
+    """Assert that a session still equals `before`, the result of an earlier call of
+    `session_bits`.
+    """
     tensors, scalars = session.tensors(), session.scalars()
     assert scalars == before[1] and tensors.keys() == before[0].keys()
     assert [name for name in tensors if not torch.equal(tensors[name], before[0][name])] == []

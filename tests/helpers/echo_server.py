@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small servers that return their names, for tests of the reverse proxy in front of them."""
+"""Small servers that respond with their names, for tests of a reverse proxy in front of them."""
 
 import asyncio
 from typing import Any
@@ -9,8 +9,8 @@ from helpers.waits import exactly_in_task, pause_task
 
 
 class EchoServer:
-    """A server that returns its name. `status` is its readiness, as in `/omni/ready` of a real
-    server.
+    """A server that responds with its name. `status` is the readiness that it reports, as
+    `/omni/ready` of a real server does.
     """
 
     def __init__(self, name: str) -> None:
@@ -28,7 +28,7 @@ class EchoServer:
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        """Start to listen. After `die`, the server listens on the same port again."""
+        """Start listening. After `die`, the server listens on the same port again."""
         app = web.Application(client_max_size=1 << 30)
         app.router.add_get("/omni/ready", self._ready)
         app.router.add_get("/v1/realtime/echo", self._socket)
@@ -59,8 +59,8 @@ class EchoServer:
         return web.Response(status=401)
 
     async def _refuse_body(self, request: web.Request) -> web.Response:
-        """Refuse a request without reading its body. Closing a connection with unread bytes resets
-        it.
+        """Refuse a request without reading its body. Closing a connection that has unread bytes
+        resets the connection.
         """
         self.num_refused += 1
         response = web.Response(status=507, text="no room")

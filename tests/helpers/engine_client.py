@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drive a real engine (`AsyncLLM` with its EngineCore and worker processes) chunk by chunk."""
+"""Drive a real engine (`AsyncLLM` with an EngineCore and worker processes) chunk by chunk."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,8 @@ class EngineClient:
         """Run one request to its end.
 
         Raises:
-            RequestFailed: The request failed. A client receives the same error.
+            RequestFailed: The request failed. The exception contains the error that a client would
+                receive.
         """
         request_id = request_id or f"request-{next(self._numbers)}"
         params = DiffusionParams(**fields).to_pooling_params(tensors)
@@ -63,7 +64,7 @@ class EngineClient:
         return latents
 
     async def until_at_step(self, session_id: str, step: int) -> list[int]:
-        """Wait until the first rank has run `step` steps of the session's request.
+        """Wait until the first rank has finished `step` steps of the session's request.
 
         Returns:
             `[finished steps, total steps]`.
@@ -86,7 +87,9 @@ class EngineClient:
         return (await self.engine.collective_rpc("request_progress"))[0]  # type: ignore[no-any-return]
 
     async def stats(self) -> dict[str, Any]:
-        """Return the statistics of the last rank. Earlier stages record a commit one step later."""
+        """Return the session statistics of the last rank, because earlier stages record a commit
+        one step later.
+        """
         return (await self.engine.collective_rpc("session_stats"))[-1]
 
 
@@ -101,7 +104,7 @@ class SharedEngine:
         return self.runner.run(work)
 
     def clear(self) -> None:
-        """Close every session, so that the next test finds the engine as it was after its start."""
+        """Close every session, so that the next test finds the engine in its initial state."""
 
         async def close() -> None:
             for session_id in (await self.client.stats())["chunks"]:
@@ -123,14 +126,12 @@ def shared_engine(*args: Any, **kwargs: Any) -> Iterator[SharedEngine]:
 async def running_engine(
     model: Path, omni: Mapping[str, Any] | None = None, **engine_args: Any
 ) -> AsyncIterator[EngineClient]:
-    """Start an engine on `model` with small sizes, and stop it with all its processes at the
-    end.
-    """
+    """Start a small engine on `model`; stop the engine and all of its processes at the end."""
     size = engine_args.get("tensor_parallel_size", 1) * engine_args.get("pipeline_parallel_size", 1)
     # Each rank is bound to one core, because vLLM would otherwise require a NUMA node for each
     # rank.
     cores = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(size))
-    # Without this, vLLM would bind the first rank of every engine to the same core.
+    # Without this setting, vLLM would bind the first rank of every engine to the same core.
     several_engines = (
         "data_parallel_size" in engine_args
         or engine_args.get("distributed_executor_backend") == "ray"
@@ -141,7 +142,7 @@ async def running_engine(
         else {}
     )
     if torch.cuda.is_available():
-        engine_args.setdefault("gpu_memory_utilization", 0.4)  # another engine may run
+        engine_args.setdefault("gpu_memory_utilization", 0.4)  # leave room for another engine
         if size > torch.cuda.device_count():
             engine_args = {**SHARED_GPU, **engine_args}
     with _environment(**bind):

@@ -16,13 +16,13 @@ def run_example(
 ) -> "subprocess.CompletedProcess[str]":
     """Run a script to its end and check its exit status.
 
-    The script must stop its engine. If the engine is stopped only when the interpreter exits, vLLM
-    often warns that the engine has ended unexpectedly.
+    The script must stop its engine. If the engine stops only when the interpreter exits, vLLM often
+    warns that the engine has died unexpectedly.
 
     Args:
         status: Expected exit status.
     """
-    environ = {"VLLM_LOGGING_LEVEL": "INFO"}  # users have this log level by default
+    environ = {"VLLM_LOGGING_LEVEL": "INFO"}  # the default log level for users
     result = run_python(EXAMPLES / name, *arguments, limit_s=400, environ=environ)
     shown = result.stdout[-4000:] + result.stderr[-4000:]
     assert result.returncode == status, f"{name} ended with status {result.returncode}:\n{shown}"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replacement for vLLM's engine client, and a real server with all endpoints.
+"""A fake of vLLM's engine client, and a real server with all endpoints.
 
-With `FakeEngine`, a test of an endpoint takes milliseconds. `FakeEngine` fulfils the contract of
-the engine: a chunk is one pooling request, the chunks of a session run in order and one at a time,
-dropping `encode` does not abort, an aborted chunk commits nothing, and errors are returned as
-envelopes.
+With `FakeEngine`, a test of an endpoint takes milliseconds. `FakeEngine` behaves like the real
+engine: a chunk is one pooling request, the chunks of a session run in order and one at a time,
+cancelling an `encode` call does not abort its request, an aborted chunk commits nothing, and errors
+are returned as envelopes.
 """
 
 import asyncio
@@ -74,17 +74,17 @@ class Call:
 class FakeEngine:
     """An engine client that numbers its frames.
 
-    All pixels of session frame n have the value n % 256, except that the red value of pixel (0, 0)
-    is the chunk's index.
+    All pixels of a session's frame n have the value n % 256, except that the red value of pixel (0,
+    0) is the chunk index.
 
     Args:
         delay_s: Duration of a chunk in seconds.
-        close_delay_s: Time to free a session in seconds.
+        close_delay_s: Time in seconds that freeing a session takes.
         max_worlds: Maximum number of sessions.
-        noise: Whether frames are noise, which cannot be compressed.
-        start_pose: Recognised pose of every start image. Default: unknown.
+        noise: Whether frames consist of noise, which cannot be compressed.
+        start_pose: Pose that is recognised for every start image. Default: unknown.
         grid: Obstacles that stop walkers. Chunks with actions then report `world_poses`.
-        fail: Function that is called with each generate request and may raise.
+        fail: Function that is called with each generate request and may raise an error.
     """
 
     def __init__(self) -> None:
@@ -237,7 +237,8 @@ class EndpointServer:
         config = uvicorn.Config(
             app, log_level="warning", ws_per_message_deflate=False, ws_max_size=1 << 20
         )
-        # Use the protocol of the real server, which writes the messages of a chunk together.
+        # Use the same WebSocket protocol class as the real server, which writes the messages of a
+        # chunk together.
         limits.frame_budget.apply(config)
         self.server = uvicorn.Server(config)
         app.state.server = self.server
@@ -258,7 +259,7 @@ class EndpointServer:
 
     @classmethod
     def wait_until_all_ended(cls) -> None:
-        """Wait until every server that was left with its context has stopped."""
+        """Wait until every server whose context was left has stopped."""
         while cls._ending:
             thread = cls._ending.pop()
             thread.join(seconds(10))
@@ -271,7 +272,9 @@ class EndpointServer:
 
 
 class Client:
-    """A WebSocket client for this package's codec. It has received the message `hello`."""
+    """A WebSocket client for this package's codec. The message `hello` has already been
+    received.
+    """
 
     def __init__(self, connecting: ClientConnection) -> None:
         self._connecting = connecting
@@ -302,9 +305,7 @@ class Client:
         return self.receive()
 
     def frames(self) -> list[dict[str, Any]]:
-        """Return all frame messages of one request, up to the last one. Fails on an error
-        message.
-        """
+        """Receive and return all frame messages of one request. Fails on an error message."""
         messages = []
         while not messages or not messages[-1]["final"]:
             messages.append(self.receive())
@@ -350,5 +351,5 @@ def close_code(client: Client) -> int:
 
 
 def numbers(messages: list[dict[str, Any]]) -> list[int]:
-    """Return the session frame numbers that the fake engine has encoded in the frames."""
+    """Return the frame numbers that the fake engine has encoded in the frames."""
     return [int(frame[1, 1, 0]) for message in messages for frame in message["video"]]

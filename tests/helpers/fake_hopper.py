@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated Hopper GPU and its packages, for the checks of fast paths on any machine."""
+"""A simulated Hopper GPU with its Python packages, so that checks of fast paths can be tested on
+any machine.
+"""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -49,7 +51,7 @@ def fake_hopper(
         without: Packages that cannot be imported.
         with_packages: Packages that are found but cannot be imported.
         capability: Compute capability of the GPU.
-        cuda: Version of CUDA that torch appears to be built for.
+        cuda: CUDA version that torch appears to be built for.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)

@@ -18,16 +18,16 @@ OPERATOR = {"Authorization": f"Bearer {OPERATOR_KEY}"}
 
 
 class TestFleet:
-    """Servers that are started by name with one common file of servers.
+    """Servers that are started by name and share one file that lists all servers.
 
     Args:
         model: Checkpoint directory.
-        folder: Directory for logs and the file of servers.
+        folder: Directory for logs and for the file that lists the servers.
         names: Names of the servers.
         started: Names of the servers that start immediately. Default: all.
-        omni: Further options of all servers.
+        omni: `omni` options for all servers, in addition to the defaults.
         shared_dir: Directory that all servers share. Default: none.
-        flags: Function that returns further arguments of all servers, given their ports.
+        flags: Function that returns additional arguments for all servers, given their ports.
     """
 
     __test__ = False
@@ -106,14 +106,16 @@ def _call(
 
 
 def live_sessions(server: Served) -> set[str]:
-    """Return the names of the sessions that are open to the clients of a server."""
+    """Return the names of the sessions that a server's clients can use."""
     status, reply = _call(server, "/omni/sessions", OPERATOR)
     assert status == 200, reply
     return {session["name"] for session in reply["sessions"]}
 
 
 def engine_sessions(server: Served) -> int:
-    """Return the number of sessions in a server's engine, including those that are being moved."""
+    """Return the number of sessions in a server's engine, including sessions that are being
+    moved.
+    """
     number = _call(server, "/omni/ready", {})[1]["sessions"]
     assert isinstance(number, int)
     return number

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of golden tensors in compressed files."""
+"""Folders with golden tensors, which are stored in compressed files."""
 
 import os
 import shutil
@@ -13,8 +13,8 @@ _REPO = Path(__file__).parents[2]
 
 
 def shared_golden(name: str) -> Path:
-    """Return the folder `name` of the complete recordings, of which the repository contains only a
-    part.
+    """Return the folder `name` of the complete recordings. The repository contains only a part of
+    them.
 
     The complete recordings are in `$OMNI_GOLDEN` or, if it is not set, in `shared/golden` in a
     folder that contains the repository. If they do not exist, the test is skipped.
@@ -31,8 +31,8 @@ def shared_golden(name: str) -> Path:
 def golden_folder(name: str) -> Path:
     """Return the folder `tests/golden/<name>` with its `*.xz` files decompressed.
 
-    The decompressed files are stored in `build/golden`, in one folder per version of the stored
-    files. All processes and runs share them.
+    The decompressed files are stored in `build/golden`, in one folder per version of the compressed
+    files. All processes and test runs share them.
     """
     source = _REPO / "tests" / "golden" / name
     version = max(path.stat().st_mtime_ns for path in source.iterdir())

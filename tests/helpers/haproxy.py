@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start the real HAProxy with `deploy/haproxy/haproxy.cfg`, on free ports and with short timeouts.
+"""Start a real HAProxy with `deploy/haproxy/haproxy.cfg`, on free ports and with short timeouts.
 
-Tests that use this module are skipped if HAProxy is not installed. Debian has a package for it.
-With `OMNI_REQUIRE_HAPROXY=1`, which `.ci/run` sets where HAProxy can be installed, they fail
-instead.
+If HAProxy is not installed, tests that use this module are skipped. With `OMNI_REQUIRE_HAPROXY=1`,
+which `.ci/run` sets where HAProxy can be installed, they fail instead. Debian has a package for
+HAProxy.
 """
 
 import contextlib
@@ -39,10 +39,10 @@ QUICK: Mapping[str, str] = {
     "timeout connect 3s": f"timeout connect {CONNECT_S * 1e3:.0f}ms",
     "timeout check 5s": f"timeout check {10 * CHECK_S * 1e3:.0f}ms",
 }
-"""Edits of the configuration for every test, so that tests need not wait for seconds.
+"""Edits that every test makes to the configuration, so that no test has to wait for seconds.
 
-Health checks are frequent, and a refused connection is soon repeated. Before repeating it, HAProxy
-waits for one second or for the time limit of a connection, whichever is shorter.
+Health checks are frequent, and a refused connection is soon retried. HAProxy retries after one
+second or after its connect timeout, whichever is shorter.
 """
 
 
@@ -51,9 +51,10 @@ class Proxy:
 
     Args:
         folder: Directory for the configuration, the certificate and the log.
-        servers: Address of each server (`host:port`) by its name.
-        edits: Replacements of text in the configuration. The text to replace must occur in it.
-        peers: Address of each proxy by its name. Default: only this one.
+        servers: Address of each server (`host:port`), by server name.
+        edits: Text replacements in the configuration. Each text to replace must occur in the
+            configuration.
+        peers: Address of each proxy, by proxy name. Default: only this proxy.
         name: Name of this proxy among `peers`.
     """
 
@@ -99,7 +100,9 @@ class Proxy:
         )
 
     def wait_until_checked(self, up: int, total: int | None = None) -> None:
-        """Wait until health checks have found `up` servers with room and `total` live servers."""
+        """Wait until health checks have found `up` servers with free capacity and `total` live
+        servers.
+        """
 
         def states() -> list[str]:
             rows = self.statistics()
@@ -150,13 +153,13 @@ class Proxy:
         return context
 
     def restart(self) -> None:
-        """Kill the process and start another one."""
+        """Kill the HAProxy process and start another one."""
         self.stop()
         self.process = self._start()
 
     def reload(self) -> None:
-        """Start another process that takes over the sockets of this one, as `systemctl reload`
-        does.
+        """Start another process that takes over the sockets of the current one, as
+        `systemctl reload` does.
         """
         old = self.process
         self.process = self._start("-sf", str(old.pid), "-x", str(self._folder / "admin.sock"))
@@ -235,7 +238,7 @@ def fetch(url: str) -> str:
 
 
 def make_certificate(file: Path, public: Path) -> None:
-    """Write a certificate of localhost with its key to `file`, and only the certificate to
+    """Write a certificate for localhost and its key to `file`, and only the certificate to
     `public`.
     """
     key = file.with_suffix(".key")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A capture for `ForwardGraphs` on a machine without CUDA."""
+"""A replacement for CUDA graph capture in `ForwardGraphs`, for machines without CUDA."""
 
 from collections.abc import Callable
 

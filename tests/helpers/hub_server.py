@@ -16,8 +16,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-"""The only commit of the first repository. Each further repository has a different commit, as the
-client expects.
+"""The only commit of the first repository. Every other repository has a different commit, because
+the client expects commits to be unique.
 """
 
 
@@ -27,11 +27,11 @@ def hub_server(repos: dict[str, Path], cut: str | None = None) -> Iterator[tuple
 
     Args:
         repos: Folder of each repository, by the repository's name.
-        cut: File whose first response ends half-way.
+        cut: File for which the first response ends half-way.
 
     Yields:
-        The address for HF_ENDPOINT, and the list of files that were fetched so far. An entry such
-            as `name[8:]` is a fetch that starts at byte 8.
+        The address for HF_ENDPOINT, and the list of files that have been fetched so far. An entry
+            such as `name[8:]` is a fetch that starts at byte 8.
     """
     fetched: list[str] = []
 

@@ -16,8 +16,8 @@ Results = tuple[dict[str, Any], dict[str, np.ndarray]]
 class InstantEngine(OmniEngine):
     """An `OmniEngine` with a `run_request` that responds without an engine process.
 
-    The next generate requests raise the errors in `failures`, one each. If `release` is set,
-    requests wait for it.
+    Each of the next generate requests raises one of the errors in `failures`, in order. If
+    `release` is set, requests wait for it.
     """
 
     def __init__(self) -> None:

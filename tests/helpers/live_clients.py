@@ -18,8 +18,8 @@ from websockets.sync.client import ClientConnection, connect
 
 WIDTH, HEIGHT = 48, 32
 
-# A short timeout suffices, because the library does not read while it waits for the server's close
-# frame.
+# A short timeout avoids a delay, because the library does not read while it waits for the server's
+# close frame.
 _QUICK: Any = {"close_timeout": 0.05}
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -145,14 +145,14 @@ class Chunk:
         return found
 
     def numbers(self) -> list[int]:
-        """Return the session frame numbers that the fake engine has encoded in the frames."""
+        """Return the frame numbers that the fake engine has encoded in the frames."""
         return [int(frame[1, 1, 0]) for frame in self.frames()]
 
 
 class GenerateClient:
     """A client of `/v1/realtime_video/generate` that behaves like the web page.
 
-    A map of unknown type counts as a header, and the next message as its payload.
+    A map of unknown type is treated as a header, and the next message as its payload.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class GenerateClient:
 
 
 class ExtendedClient(GenerateClient):
-    """A client that has enabled the extensions and collects their messages."""
+    """A client that enables the protocol extensions and collects the messages that they define."""
 
     known_types = GenerateClient.known_types | {
         *("session", "event_ack", "event_applied", "control_result", "pong", "world_poses")
@@ -297,7 +297,9 @@ class VideoClient:
         return self.receive()
 
     def until(self, kind: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Read up to the next message of a type; return this message and the chunks before it."""
+        """Read up to the next message of type `kind`; return this message and the chunks before
+        it.
+        """
         chunks = []
         while (message := self.receive())["type"] != kind:
             assert message["type"] == "video.chunk_metadata", message

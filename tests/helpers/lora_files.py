@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters of a tiny network in every naming convention.
+"""LoRA adapters for a tiny network, written in every naming convention.
 
-The helpers also return the changes to the weights that the adapters represent.
+The helpers also return the weight changes that the adapters represent.
 """
 
 import json
@@ -68,7 +68,9 @@ def merge(network: nn.Module, changes: Mapping[str, torch.Tensor]) -> None:
 
 
 def write_community(made: Factors, path: Path, prefix: str = "diffusion_model.") -> Path:
-    """Write an adapter in the convention of ComfyUI and others: lora_down, lora_up and alpha."""
+    """Write an adapter in the convention of ComfyUI and other tools: lora_down, lora_up and
+    alpha.
+    """
     return _write(made, path, lambda module: prefix + module, ("lora_down", "lora_up"), alpha=True)
 
 
@@ -145,14 +147,14 @@ def _write(
 
 
 def causal_wan_target(checkpoint: Path) -> AdapterTarget:
-    """Return the layers of a causal Wan checkpoint that adapters may change. No weights are
-    loaded.
+    """Return the layers of a causal Wan checkpoint that adapters may change, without loading
+    weights.
     """
     config = CausalWanConfig.from_checkpoint(hf_config(checkpoint)["causal_wan"]["transformer"])
     return AdapterTarget(nn.Module(), transformer_shapes(config), TRANSFORMER_RULES)
 
 
 def write_causal_wan(checkpoint: Path, path: Path, seed: int, rank: int = RANK) -> Path:
-    """Write a random adapter for every layer in the blocks of a causal Wan."""
+    """Write a random adapter for every layer in the blocks of a causal Wan checkpoint."""
     target = causal_wan_target(checkpoint)
     return write_community(factors(target, attention_and_ffn(target), seed, rank), path)

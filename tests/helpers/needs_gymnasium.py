@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file that imports this module first has its tests skipped if gymnasium is missing."""
+"""Skip all tests of a file if gymnasium is missing. The file must import this module first."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file that imports this module first has its tests skipped if schemathesis is missing."""
+"""Skip all tests of a file if schemathesis is missing. The file must import this module first."""
 
 import pytest
 

@@ -29,7 +29,7 @@ class Served:
         self.client = self.connect()
 
     def connect(self, key: str = KEY) -> OpenAI:
-        """Return a new client that has its own connections and raises errors instead of
+        """Return a new client that uses its own connections and raises errors instead of
         retrying.
         """
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=seconds(60))
@@ -49,8 +49,8 @@ class Served:
         return status, json.loads(body)
 
     def metric(self, line_start: str) -> float:
-        """Return the value of the first sample whose line starts with `line_start`, or 0 if there
-        is none.
+        """Return the value of the first sample in `/metrics` whose line starts with `line_start`,
+        or 0 if there is none.
         """
         text = self.get("/metrics")[2].decode()
         found = re.search(rf"^{re.escape(line_start)}\S* (\S+)$", text, re.M)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose ports for servers that are started with `--port`, as users start them."""
+"""Choose ports for servers that tests start with `--port`, as users do."""
 
 import contextlib
 import random
@@ -13,7 +13,7 @@ _WIDTH = 12_000
 def port_for_a_server() -> int:
     """Return a free TCP port of the loopback address below the range of ephemeral ports.
 
-    The kernel could assign an ephemeral port to another process before the server has started.
+    The kernel could assign an ephemeral port to another process before the server has bound it.
     """
     first_given = int(_RANGE.read_text().split()[0]) if _RANGE.exists() else 32_768
     for port in random.SystemRandom().sample(range(first_given - _WIDTH, first_given), 100):

@@ -13,7 +13,8 @@ import torch.distributed as dist
 def process_group(
     rank: int, size: int, rendezvous: str, backend: str = "gloo"
 ) -> Iterator[dist.ProcessGroup]:
-    """Join the default process group with one thread per process, and leave it at the end.
+    """Join the default process group, with one compute thread in this process, and leave the group
+    at the end.
 
     Args:
         rank: Rank of this process.

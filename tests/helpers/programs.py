@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run programs that must end within a time limit, and start servers as users do.
 
-If a program fails, `run_program` fails the test with its output and kills all its processes.
-`limited_rank` is for processes that torchrun starts in other sessions: shortly before the time
-limit, each of them writes the stacks of its threads and exits. `has_ended` checks any process.
+If a program fails, `run_program` fails the test with the program's output and kills all of its
+processes. `limited_rank` is for processes that torchrun starts in other sessions: shortly before
+the time limit, each of them writes the stacks of its threads and exits. `has_ended` checks any
+process.
 """
 
 import contextlib
@@ -23,9 +24,9 @@ from helpers.waits import seconds
 REPO = Path(__file__).parents[2]
 _RANK_LIMIT = "TESTS_RANK_LIMIT_S"
 _STACKS_S = 10
-"""Time before the time limit, in seconds, at which ranks write their stacks."""
+"""Number of seconds before the time limit at which ranks write their stacks."""
 _SHOWN = 8000
-"""Number of characters at the end of the output that a failure shows."""
+"""Number of characters from the end of the output that a failure message shows."""
 
 
 def has_ended(pid: int) -> bool:
@@ -76,11 +77,11 @@ def run_program(command: Sequence[str], environment: Mapping[str, str], limit_s:
 def background_server(
     arguments: Sequence[str], folder: Path, environment: Mapping[str, str]
 ) -> Iterator[tuple["subprocess.Popen[bytes]", Path]]:
-    """Run the package's command line in `folder`, as a guide's reader does.
+    """Run the package's command line in `folder`, as a reader of a guide does.
 
     Args:
         arguments: Arguments of the command, for example `serve` and its options.
-        folder: Working directory; `server.log` in it receives all output.
+        folder: Working directory. All output is written to `server.log` in this directory.
         environment: Environment of the process.
 
     Yields:

@@ -24,7 +24,7 @@ def write_pipeline(out: Path) -> Path:
 
 
 def with_transformer(pipeline: Path, transformer: Path, out: Path) -> Path:
-    """Copy a Wan 2.2 directory with both experts replaced by one folder."""
+    """Copy a Wan 2.2 directory and replace both experts with the folder `transformer`."""
     copy = out / "checkpoint"
     shutil.copytree(pipeline, copy)
     for name in ("transformer", "transformer_2"):

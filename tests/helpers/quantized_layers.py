@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers with FP8 weights, computed in fp32 on a device without FP8 products."""
+"""Linear layers with FP8 weights, computed in fp32 on devices without FP8 matrix products."""
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ class PlainProduct(CutlassFP8ScaledMMLinearKernel):
 
 
 class QuantizedMethod:
-    """A quantization method like vLLM's for FP8 weights, with `fp8_linear` as its kernel."""
+    """A quantization method like vLLM's method for FP8 weights, with `fp8_linear` as its kernel."""
 
     def __init__(self) -> None:
         self.fp8_linear = PlainProduct()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run Python programs in new processes, from the fork server if `quick_spawn` is installed.
 
-The imports of a server and of its engine take 15 s of CPU time, which processes of the fork server
-do not need. A program has the command line, environment, working directory and output files that it
-would have in a new Python. It is the leader of a session and exits after a signal with the same
-exit status. However, its engine is not its child, so tests that need the tree of processes start a
-new Python.
+Importing the modules of a server and its engine takes 15 s of CPU time. Processes of the fork
+server have already imported them. A program has the command line, environment, working directory
+and output files that it would have in a new Python. It is the leader of its process session, and
+after a signal it exits with the same status. However, its engine is not its child process, so tests
+that need the process tree start a new Python.
 """
 
 import atexit
@@ -49,7 +49,7 @@ def start_python(
     *,
     real: bool = False,
 ) -> Program:
-    """Start `python ARGUMENTS`. The arguments start with `-m` or a script.
+    """Start `python ARGUMENTS`. The first argument is `-m` or a script.
 
     Args:
         output: File for stdout.
@@ -79,7 +79,7 @@ def start_python(
 def start_server(
     arguments: Sequence[str], log: Path, environ: Mapping[str, str], *, real: bool = False
 ) -> Program:
-    """Start `vllm-omni` with the given arguments. Both outputs are written to `log`."""
+    """Start `vllm-omni` with the given arguments. Its stdout and stderr are written to `log`."""
     command = ["-m", "vllm_omni.entrypoints.cli.main", *arguments]
     return start_python(command, log, log, environ, real=real)
 
@@ -89,7 +89,9 @@ def is_healthy(port: int) -> bool:
 
 
 def wait_until_healthy(process: Program, port: int, log: Path) -> None:
-    """Wait for a server's health probe. If the server exits first, fail with the end of its log."""
+    """Wait until a server's health endpoint succeeds. If the server exits first, fail with the end
+    of its log.
+    """
 
     def is_up() -> bool:
         assert process.poll() is None, log.read_text()[-3000:]
@@ -99,7 +101,9 @@ def wait_until_healthy(process: Program, port: int, log: Path) -> None:
 
 
 def stop_server(process: Program) -> None:
-    """Terminate a server. After 20 s, kill the processes that remain of it and its children."""
+    """Terminate a server, and kill it if it is still running after 20 s. Then kill all of its
+    children that are still running.
+    """
     children: list[psutil.Process] = []
     if process.poll() is None:
         children = psutil.Process(process.pid).children(recursive=True)
@@ -157,8 +161,8 @@ class _QuickProgram(SpawnProcess):
 
 
 def _run(arguments: list[str], output: Path, errors: Path, folder: Path | None) -> None:
-    # Configure vLLM's logger again, because it was configured when vLLM was imported, in another
-    # environment.
+    # Configure vLLM's logger again. It was configured when vLLM was imported, with other
+    # environment variables.
     from vllm.logger import _configure_vllm_root_logger
 
     os.setsid()
@@ -175,4 +179,4 @@ def _run(arguments: list[str], output: Path, errors: Path, folder: Path | None) 
             sys.path.insert(0, str(Path(arguments[0]).parent))
             runpy.run_path(arguments[0], run_name="__main__")
     finally:
-        atexit._run_exitfuncs()  # multiprocessing ends a process without calling them
+        atexit._run_exitfuncs()  # multiprocessing ends a process without running exit functions

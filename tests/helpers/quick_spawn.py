@@ -2,7 +2,7 @@
 """Start vLLM's `spawn` processes from the fork server of `rank_processes`.
 
 vLLM's CPU platform starts the engine core and each worker with the start method `spawn`. Each of
-these processes then spends 5 to 10 s of CPU time on importing torch and vLLM.
+these processes spends 5 to 10 s of CPU time importing torch and vLLM.
 `VLLM_WORKER_MULTIPROC_METHOD` allows only `spawn` and `fork`, and `fork` is unsafe in a process
 with threads. `install` therefore makes `spawn` fork from the server, which has already imported the
 libraries and has only one thread.
@@ -39,9 +39,7 @@ def is_installed() -> bool:
 
 
 def write_output_to(output: Path, errors: Path) -> None:
-    """Append stdout and stderr of this process, and of the processes that it will start, to
-    files.
-    """
+    """Append stdout and stderr of this process and of its future child processes to files."""
     global _outputs
     _outputs = (output, errors)
     for number, path in enumerate(_outputs, 1):
@@ -61,8 +59,8 @@ class _Popen(popen_forkserver.Popen):
 
 
 class _PickledProcess:
-    """A wrapper of a process that is pickled as a call of `_receive`, which returns the process in
-    the child.
+    """A wrapper that pickles a process as a call of `_receive`, which returns the process in the
+    child.
     """
 
     def __init__(self, process: Any) -> None:
@@ -81,8 +79,8 @@ def _receive(
 ) -> BaseProcess:
     if outputs is not None:
         write_output_to(*outputs)
-    # Let setproctitle locate the title now, because it uses the original environment, which is
-    # replaced below.
+    # Let setproctitle locate the process title now, because it uses the original environment, which
+    # is replaced below.
     setproctitle.getproctitle()
     os.environ.clear()
     os.environ.update(environment)

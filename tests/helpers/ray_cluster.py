@@ -2,8 +2,8 @@
 """A Ray cluster of two nodes on this machine, without accelerators and with one worker per node.
 
 Each node is real: it has a raylet, an object store and worker processes. `lose` kills one node with
-SIGKILL. Ray is imported on use, so tests can be collected without the extra [ray], but they fail
-when they run.
+SIGKILL. Ray is imported only when it is used, so without the extra [ray] the tests can be
+collected, but they fail when they run.
 """
 
 import os
@@ -29,14 +29,17 @@ ENVIRON = {
     # the monitor would kill workers when the memory of the machine is nearly full
     "RAY_memory_monitor_refresh_ms": "0",
 }
-"""Environment of the nodes, which their workers inherit, and of a process that starts an engine."""
+"""Environment variables for the nodes, from which workers inherit them, and for a process that
+starts an engine.
+"""
 
 
 class TwoNodes:
-    """A context manager for the cluster. `environ` is the environment for the process of an engine.
+    """A context manager for the cluster. `environ` is the environment for a process that starts an
+    engine.
 
-    Only the nodes receive `ENVIRON`, so it does not affect engines without Ray that this process
-    starts.
+    In the test process, `ENVIRON` is set only while the nodes start, so it does not affect engines
+    that the process starts without Ray.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes to golden recordings, for tests that `vllm-omni verify` detects these changes."""
+"""Modify golden recordings, for tests which check that `vllm-omni verify` detects the
+modifications.
+"""
 
 import json
 from collections.abc import Callable

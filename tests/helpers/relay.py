@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A relay between a client and a server that drops, delays and limits what it forwards.
 
-The kernel of a test machine often lacks `netem`. `Network` describes the faults of one direction.
-`UdpRelay` and `TcpRelay` forward data with these faults, on an event loop in a thread. The packets
-of a direction stay in order. The delay changes from time to time, like that of a queue in the
-network, and a packet that arrives at a full queue is dropped.
+The relay exists because the kernel of a test machine often lacks `netem`. `Network` describes the
+faults of one direction. `UdpRelay` and `TcpRelay` forward data with these faults, on an event loop
+in a thread. Packets in the same direction stay in order. The delay changes from time to time, like
+that of a network queue, and a packet that arrives at a full queue is dropped.
 """
 
 import asyncio
@@ -34,21 +34,23 @@ class Network:
     delay_ms: float = 0.0
     """Shortest delay of a packet in milliseconds."""
     jitter_ms: float = 0.0
-    """Range of the delay in milliseconds: it varies from `delay_ms` to `delay_ms + jitter_ms`."""
+    """Range of the delay in milliseconds. The delay varies from `delay_ms` to
+    `delay_ms + jitter_ms`.
+    """
     bits_per_s: float = float("inf")
     """Bandwidth in bits per second. Default: unlimited."""
     queue_ms: float = 200.0
-    """Longest time in milliseconds that a packet waits for the bandwidth. A packet that would wait
-    longer is dropped.
+    """Longest time in milliseconds that a packet waits in the queue in front of the bandwidth
+    limit. A packet that would wait longer is dropped.
     """
     retransmission_ms: float = 200.0
-    """Delay in milliseconds of a TCP segment that is lost and sent again by the kernel. UDP ignores
-    it.
+    """Additional delay in milliseconds for a lost TCP segment, which a kernel would retransmit. Not
+    used for UDP.
     """
 
 
 class _Direction:
-    """Computes the arrival time of each packet of one direction."""
+    """Computes the arrival time of each packet in one direction."""
 
     def __init__(self, network: Network, seed: int) -> None:
         self._network, self._random = network, random.Random(seed)
@@ -62,7 +64,8 @@ class _Direction:
         Args:
             num_bytes: Size of the packet.
             now_s: Monotonic time in seconds.
-            reliable: Whether a lost packet arrives late and the queue is unlimited, as for TCP.
+            reliable: Whether a lost packet arrives late instead of never, and the queue is
+                unlimited, as for TCP.
         """
         network = self._network
         self.num_packets += 1
@@ -126,8 +129,8 @@ class _Port(asyncio.DatagramProtocol):
 class UdpRelay:
     """A UDP relay for one WebRTC connection.
 
-    Both sides send to the relay: `rewrite_offer` gives the server a candidate address that belongs
-    to the relay, and `rewrite_answer` does so for the client. All other candidates are removed.
+    Both sides send to the relay: `rewrite_offer` gives the server a candidate address of the relay,
+    and `rewrite_answer` gives one to the client. All other candidates are removed.
 
     Args:
         down: Faults from the server to the client.
@@ -170,7 +173,7 @@ class UdpRelay:
 
     @property
     def page_script(self) -> str:
-        """Return JavaScript that makes the connections of a page use the relay."""
+        """Return JavaScript that makes the WebRTC connections of a page use the relay."""
         return f"""(() => {{
             const only = (sdp, port) => sdp.replaceAll(/^a=candidate:.*\\r?\\n/gm, "").replaceAll(
                 /^(a=ice-ufrag:.*\\r?\\n)/gm,
@@ -241,8 +244,8 @@ class TcpRelay:
     async def _pump(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: _Direction
     ) -> None:
-        """Forward one direction. The number of undelivered segments is bounded, so a slow receiver
-        blocks its sender.
+        """Forward data in one direction. The number of undelivered segments is bounded, so a slow
+        receiver blocks the sender.
         """
         on_the_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(64)
 

@@ -56,7 +56,7 @@ def execute(runner: Any, scheduler_output: SchedulerOutput) -> dict[str, Any]:
     """Run one engine step.
 
     Returns:
-        For each request: None if it has not finished, its `(meta, tensors)`, or its
+        For each request: None if the request has not finished, its `(meta, tensors)`, or its
             `RequestFailed`.
     """
     with torch.inference_mode():
@@ -74,7 +74,7 @@ def execute(runner: Any, scheduler_output: SchedulerOutput) -> dict[str, Any]:
 
 
 def run_to_end(runner: Any, *new: NewRequestData) -> dict[str, Any]:
-    """Run requests together until each has a result, and then report them as finished."""
+    """Run requests in the same steps until each has a result, and then report them as finished."""
     results: dict[str, Any] = {}
     running = [data.req_id for data in new]
     pending = execute(runner, step(new=new))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start `vllm serve --omni` with an API key on the null world, for tests of every endpoint."""
+"""Start `vllm serve --omni` with an API key, by default on the null world, for tests of all
+endpoints.
+"""
 
 import os
 import re
@@ -88,8 +90,8 @@ class Served:
         return float(found[1])
 
     def engine(self, name: str = "EngineCore") -> psutil.Process:
-        """Return the engine process that the server's log calls `name`. A server logs it at level
-        INFO.
+        """Return the engine process that the server's log calls `name`. The server logs the process
+        at level INFO.
         """
         found = re.search(rf"\({name} pid=(\d+)\)", self.log)
         assert found is not None, self.log[-3000:]
@@ -112,8 +114,8 @@ def mortal_servers(
     After the block, the servers and all their processes have ended.
 
     Args:
-        defaults: `omni` options in addition to the size. The keyword arguments `omni` of `start`
-            override them.
+        defaults: `omni` options in addition to the frame size. The keyword arguments `omni` of
+            `start` override them.
     """
     with ExitStack() as stack:
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SharedPeers` replaces `PeerMemory` for ranks on a CPU.
 
-The processes of the ranks share files instead of the device memory of GPUs.
+The ranks' processes share files instead of GPU memory.
 """
 
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save and restore sessions of runners in this process, as `collective_rpc` would."""
+"""Save and restore the sessions of runners in this process, as `collective_rpc` would."""
 
 import json
 from collections.abc import Callable
@@ -27,8 +27,8 @@ from vllm_omni.worker.diffusion.sessions.snapshots import SessionSnapshots
 
 
 class Worker:
-    """A runner with the worker's RPCs for snapshot files. `rpc` returns results as
-    `LLM.collective_rpc` does.
+    """A runner with the worker's RPCs for snapshot files. `rpc` returns results in the same form as
+    `LLM.collective_rpc`.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -121,15 +121,15 @@ def placed_chunk(
 def resting_chunk(
     worker: Worker, session_id: str, index: int, **fields: Any
 ) -> dict[str, torch.Tensor]:
-    """Run a chunk of a world with poses in which no key is held."""
+    """Run a chunk of a world with poses. No key is held during the chunk."""
     return placed_chunk(worker, session_id, index, **{"actions": [[]] * 3, **fields})
 
 
 def game_chunk(
     worker: Worker, session_id: str, index: int, **fields: Any
 ) -> dict[str, torch.Tensor]:
-    """Run a chunk of a game model, which takes no prompt. A new prompt is therefore replaced by
-    another key.
+    """Run a chunk of a game model. These models accept no prompt, so a request for a new prompt
+    presses another key instead.
     """
     keys = [["s"] if fields.pop("prompt", None) else ["w"], ["w", "l"], ["i"]]
     image = (
@@ -173,7 +173,7 @@ PLAY = {
     "prompt": "optional",
     "image": "none",
 }
-"""An action space that tests give to the null world."""
+"""An action space that tests configure for the null world."""
 
 
 def played_chunk(

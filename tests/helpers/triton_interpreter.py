@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run Triton kernels on a CPU in Triton's interpreter.
 
-Triton decides on import how it compiles kernels, so the kernels run in another process. The process
-is forked from one that has already imported the libraries (rank_processes.py). It imports Triton
-and the modules with kernels again.
+Triton decides how to compile kernels when it is imported, so the kernels run in another process.
+That process is forked from one that has already imported the libraries (`rank_processes.py`), and
+imports Triton and the modules with kernels again.
 """
 
 import os
@@ -18,10 +18,10 @@ from helpers.rank_processes import run_ranks
 
 
 def require_triton() -> None:
-    """Require Triton for the test.
+    """Fail or skip the current test if Triton is not installed.
 
-    The test fails if Triton is available for this machine but not installed, because no kernel
-    would be tested. On other machines, the test is skipped.
+    The test fails if Triton is available for this machine, because otherwise no kernel would be
+    tested. On other machines, the test is skipped.
     """
     if find_spec("triton") is not None:
         return
@@ -37,7 +37,7 @@ def interpret(work: Callable[..., None], *arguments: Any, size: int = 1) -> None
     """Run `work(rank, *arguments)` in `size` processes with interpreted kernels.
 
     Args:
-        work: Function of a module that imports no kernels when it is imported.
+        work: Function in a module that does not import kernels at import time.
 
     Raises:
         The exception of the first rank that fails.

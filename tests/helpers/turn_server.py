@@ -17,7 +17,7 @@ WHY_NOT = "no turnserver on PATH (Debian, Ubuntu: `apt install coturn`)"
 
 @contextlib.contextmanager
 def running_turn_server(folder: Path, user: str, password: str) -> Iterator[str]:
-    """Run the server during the block. Yields its address, HOST:PORT.
+    """Run a TURN server during the block. Yields its address, HOST:PORT.
 
     Args:
         folder: Directory for the server's log and database.

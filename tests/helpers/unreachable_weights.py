@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with offloaded weights that are NaN on a CPU while a GPU could not read them.
+"""Models whose offloaded weights are NaN on a CPU whenever a GPU could not read them.
 
 The weights of a layer can be used only between its fetch and its release.
 """
@@ -19,8 +19,9 @@ Model = TypeVar("Model", bound=nn.Module)
 def offloaded_out_of_reach(load: Callable[[], Model]) -> Model:
     """Load a model with the linear layers of all blocks in host memory.
 
-    The parameters are NaN while they are not fetched. On a GPU, using a layer before its fetch
-    fails, because its weights are in host memory. On a CPU it would work without these NaN values.
+    The parameters are NaN while they are not fetched. On a GPU, using a layer before its weights
+    are fetched fails, because they are in host memory. On a CPU, this mistake would go unnoticed
+    without the NaN values.
     """
     offloader = LayerOffloader(1 << 40, torch.device("cpu"))
     set_offloader(offloader)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of image and video models that no streaming model accepts."""
+"""Request parameters for image and video models that no streaming model accepts."""
 
 from typing import Any, Final
 

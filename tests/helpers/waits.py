@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting in tests, with a common scale for all times.
+"""Functions for waiting in tests, with a common scale for all times.
 
 `OMNI_TEST_PATIENCE=3` multiplies every time by three, for slow machines. A test waits for a
 condition with `wait_until` or `until`. A test that verifies that nothing happens, or that measures
-time, has no condition to wait for and uses `pause`. For a time that the code under test measures, a
-test uses `exactly`, which is not scaled. Deadlines and upper bounds are `seconds(...)`.
-tests/test_suite_layout.py verifies that tests contain no bare sleeps.
+time, has no condition to wait for and uses `pause`. If the code under test measures a time itself,
+the test uses `exactly`, which is not scaled. Deadlines and upper bounds are written as
+`seconds(...)`. tests/test_suite_layout.py verifies that tests contain no bare sleeps.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ def wait_until(
     saying: Callable[[], str] = lambda: "the condition did not come true",
     every_s: float = _LOOK_S,
 ) -> Seen:
-    """Wait until `condition` returns a true value and return it.
+    """Wait until `condition` returns a true value, and return that value.
 
     Args:
         condition: Called every `every_s` seconds.
@@ -48,7 +48,7 @@ def wait_until(
 
 
 async def until(condition: Callable[[], Seen], within: float = 10.0) -> Seen:
-    """Wait like `wait_until`, but in an event loop."""
+    """Wait like `wait_until`, without blocking the event loop."""
     deadline_s = time.monotonic() + seconds(within)
     while not (seen := condition()):
         assert time.monotonic() < deadline_s, (

@@ -22,7 +22,7 @@ from vllm_omni.worlds.start_pose import StartPose
 
 STEP_M: Final = 0.5
 SPACE: Final = ACTION_SPACE
-"""Action space of a walking camera. The effects of keys, rates and the mouse are added."""
+"""Action space of a walking camera. The effects of keys, rates and mouse movements add up."""
 
 
 @dataclass
@@ -47,8 +47,8 @@ class Walker:
 
         Args:
             entries: Actions, one per latent frame.
-            starts: Whether the first latent frame is the start image, at which the camera does not
-                move.
+            starts: Whether the first latent frame is the start image. The camera does not move in
+                that frame.
 
         Returns:
             `world_poses` of the chunk: x in m, z in m, heading and pitch in degrees.

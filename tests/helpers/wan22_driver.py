@@ -21,8 +21,8 @@ model covers.
 """
 NUM_FRAMES = 9
 PROMPT, NEGATIVE = "A lighthouse stands on a cliff", "no cars"
-"""Prompts of words that are whole tokens. Other words need the byte fallback, which transformers 5
-lacks (text_encoder/encoder.py).
+"""Prompts whose words are all whole tokens. Other words need the tokenizer's byte fallback, which
+transformers 5 lacks (text_encoder/encoder.py).
 """
 LAYOUTS = ("t2v", "i2v", "ti2v")
 Result = tuple[dict[str, Any], dict[str, torch.Tensor]]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WorldDriver` drives the worlds of one model family in this process, as the runner does.
+"""`WorldDriver` runs the worlds of one model family in this process, as the runner does.
 
-It runs chunk by chunk, without an engine. Its checks verify what every world guarantees.
+`WorldDriver` runs chunk by chunk, without an engine. Its checks verify properties that every world
+guarantees.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +40,7 @@ BAD_REQUESTS: Final[list[tuple[bool, dict[str, torch.Tensor], dict[str, Any], st
 
 
 class WorldDriver:
-    """Drives the worlds of one model family.
+    """Runs the worlds of one model family and checks them.
 
     Args:
         model: Class of the model.
@@ -48,7 +49,7 @@ class WorldDriver:
         family: Name of the family.
         size: Height and width of frames.
         tensors: Tensors of a session's first chunk.
-        params: Parameters of a session and of its first chunk.
+        params: Parameters for a session and its first chunk.
     """
 
     def __init__(
@@ -159,8 +160,8 @@ class WorldDriver:
         assert refused.value.code == "missing_image"
 
     def assert_aborts_leave_no_trace(self, world: Any, chunks: int, aborts: Sequence[int]) -> None:
-        """Assert that an aborted chunk changes nothing: the next chunk equals that of a session
-        without aborts.
+        """Assert that an aborted chunk changes nothing: the next chunk equals the chunk of a
+        session without aborts.
 
         After `chunks` chunks, a chunk is aborted in one session for each number of steps in
         `aborts`. A chunk that is aborted after its last step is decoded before the abort.
@@ -182,8 +183,8 @@ class WorldDriver:
             assert torch.equal(self.run_chunk(world, session), expected), steps
 
     def assert_forks_are_independent(self, world: Any, chunks: int, actions: list[Any]) -> None:
-        """Assert that a fork after some chunks has the same bytes, and that other actions change
-        only the fork.
+        """Assert that a fork after some chunks is bit-identical to its source, and that different
+        actions change only the fork.
         """
         session = self.open_session(world)
         for _ in range(chunks):
@@ -196,8 +197,8 @@ class WorldDriver:
         assert not torch.equal(self.run_chunk(world, session, actions=actions), other)
 
     def assert_moves_to_the_host_and_back(self, world: Any, chunks: int = 1) -> None:
-        """Assert that a session that was moved to the host continues like one that was not
-        moved.
+        """Assert that a session that was moved to host memory and back continues like one that was
+        not moved.
         """
         session = self.open_session(world)
         for _ in range(chunks):

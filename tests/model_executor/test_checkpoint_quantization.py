@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization that a checkpoint describes, and vLLM's quantized layers loaded from that
+"""Quantization described by a checkpoint, and vLLM's quantized layers loaded from the
 checkpoint.
 """
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("uncompiled")
 
 FILE = "diffusion_pytorch_model.safetensors"
 BLOCK_LAYERS = 10
-"""Number of linear layers in a block, as they are stored."""
+"""Number of linear layers in a block, counted as the checkpoint stores them."""
 
 
 def described(folder: Path) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def described(folder: Path) -> dict[str, Any]:
 
 
 def copied(name: str, out: Path, **config: Any) -> Path:
-    """Copy a fixture and change values in its config.json. None removes a value."""
+    """Copy a fixture and change values in its config.json. A value of None removes the key."""
     shutil.copytree(QUANTIZED / name, out, dirs_exist_ok=True)
     values = {**read_json(out / "config.json"), **config}
     (out / "config.json").write_text(
@@ -55,7 +55,7 @@ def copied(name: str, out: Path, **config: Any) -> Path:
 @pytest.mark.parametrize(
     ("name", "method", "more"),
     [
-        ("modelopt_fp8", "modelopt", 5),  # includes the embeddings
+        ("modelopt_fp8", "modelopt", 5),  # the embeddings are quantized too
         ("modelopt_nvfp4", "modelopt", 5),
         ("llmcompressor_fp8", "compressed-tensors", 0),
         ("llmcompressor_int8", "compressed-tensors", 0),
@@ -107,7 +107,9 @@ def test_plain_and_torchao_weights_have_no_description(plain: Path) -> None:
 
 
 def test_without_weights_every_layer_is_quantized(tmp_path: Path) -> None:
-    """`--load-format dummy` reads only the config, so every layer counts as quantized."""
+    """Without weights, every layer counts as quantized, because `--load-format dummy` reads only
+    the config.
+    """
     (tmp_path / "config.json").write_bytes(
         (QUANTIZED / "llmcompressor_fp8" / "config.json").read_bytes()
     )
@@ -207,8 +209,8 @@ def stored_quantization(folder: Path) -> StoredQuantization:
 
 @pytest.fixture(scope="module")
 def bf16(null_world: Path, single_rank: None) -> VllmConfig:
-    """Return a vLLM config with a bf16 model, from which quantization methods read the dtype of
-    their inputs.
+    """Return a vLLM config with a bf16 model. Quantization methods read the dtype of their inputs
+    from this config.
     """
     args = EngineArgs(
         model=str(null_world), config_format="omni", skip_tokenizer_init=True, dtype="bfloat16"
@@ -218,11 +220,11 @@ def bf16(null_world: Path, single_rank: None) -> VllmConfig:
 
 @pytest.mark.parametrize("name", ["llmcompressor_fp8", "llmcompressor_int8"])
 def test_vllms_layers_compute_with_the_stored_values(bf16: VllmConfig, name: str) -> None:
-    """Each product is compared with the product of dequantized weights, so quantizing the inputs is
-    the only additional error.
+    """Each layer's output is compared with that of dequantized weights, so quantizing the inputs is
+    the only source of error.
 
     Without VNNI, a CPU adds int8 products in 16 bits and saturates large sums. The measured error
-    is 11 % of a layer's norm.
+    is then 11 % of the norm of a layer's output.
     """
     folder = QUANTIZED / name
     allowed = 0.04 if name.endswith("fp8") or torch.cpu._is_vnni_supported() else 0.2

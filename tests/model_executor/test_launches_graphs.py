@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward passes use CUDA graphs wherever possible by default, and otherwise as
-`omni.model.cuda_graphs` says.
+"""By default, forward passes use CUDA graphs wherever possible. `omni.model.cuda_graphs` overrides
+this default.
 """
 
 import pytest

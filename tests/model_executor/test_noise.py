@@ -9,7 +9,7 @@ from vllm_omni.model_executor.schedules import ChunkNoise, noise_seed, standard_
 
 def test_the_same_key_gives_the_same_bits_in_any_order() -> None:
     first = [standard_normal((4, 5), 7, chunk, step) for chunk in range(3) for step in range(4)]
-    torch.rand(100)  # the global generator has no effect
+    torch.rand(100)  # the global random generator has no effect on the noise
     again = [
         standard_normal((4, 5), 7, chunk, step)
         for chunk in reversed(range(3))
@@ -26,15 +26,13 @@ def test_every_seed_chunk_and_step_has_a_different_hash() -> None:
 
 
 def test_the_hash_has_its_recorded_value() -> None:
-    """The hash has its recorded value, because a different hash would change every replayed
-    session.
-    """
+    """The hash matches its recorded value. A different hash would change every replayed session."""
     assert noise_seed(0, 0, 0) == 9044811311333822937
 
 
 def test_noise_is_standard_normal() -> None:
-    """The mean and standard deviation of 100,000 draws are within 0.02 of N(0, 1), which is six
-    standard errors.
+    """The mean and standard deviation of 100,000 draws are within 0.02 of those of N(0, 1). This
+    tolerance is six standard errors.
     """
     noise = standard_normal((100_000,), 3, 1, 2)
     assert noise.dtype == torch.float32
@@ -44,8 +42,8 @@ def test_noise_is_standard_normal() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_the_noise_of_a_chunk_is_drawn_per_step(device: str) -> None:
-    """The noise of a chunk can be drawn for its steps in any order. Every step keeps its own bits,
-    and drawing does not wait for a busy GPU.
+    """A chunk's noise can be drawn for its steps in any order with bit-identical results for each
+    step. Drawing does not wait for a busy GPU.
     """
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs CUDA")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A comparison with recordings passes only if something was compared."""
+"""A comparison with recordings passes only if it has compared at least one value."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from vllm_omni.testing.parity.comparison import ComparisonReport, GoldenScenario
 
 
 def double(scenario: GoldenScenario) -> None:
-    """Run a model that doubles its input."""
+    """Replay a scenario with a model that doubles its input."""
     for name in [name for name in scenario.tensors if name.startswith("in")]:
         ours = 2 * scenario.get(name)
         scenario.compare_recorded("double", ours, name.replace("in", "out"), 1e-3)
@@ -52,7 +52,7 @@ def test_equal_results_pass_and_report_the_largest_difference(record: Recorder) 
 
 
 def test_a_file_with_nothing_to_compare_fails(record: Recorder, tmp_path: Path) -> None:
-    """A file with nothing to compare fails, even next to a file that passes."""
+    """A recorded file with nothing to compare fails, even if another file passes."""
     record(in0=torch.ones(2), out0=torch.full((2,), 2.0))
     save_file({}, tmp_path / "empty.safetensors")
     report = verify(tmp_path)

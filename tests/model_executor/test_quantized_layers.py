@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which linear layers `--quantization` applies to, and how they are loaded strictly."""
+"""The linear layers that `--quantization` applies to, and strict loading of these layers."""
 
 import re
 from collections import Counter
@@ -32,11 +32,11 @@ pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 class Quantized(PlainLinearMethod):
-    """Replaces a method of vLLM that would need a GPU."""
+    """Replaces a vLLM quantization method that would need a GPU."""
 
 
 class Quantization(LinearPrecision):
-    """Replaces a vLLM config and records the layers for which a method is requested.
+    """Replaces a vLLM quantization config and records the layers for which a method is requested.
 
     Args:
         ignored: Name of a layer that the config ignores.
@@ -97,9 +97,9 @@ NETWORKS: dict[str, tuple[Callable[[Quantization], nn.Module], str, set[str], in
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_only_linear_layers_of_blocks_are_quantized(name: str) -> None:
-    """Embeddings, time, text, modulation and head are not quantized. Each linear layer of a block
-    is requested once, under its name in the pipeline. Camera layers stay plain, because the config
-    does not quantize while loading.
+    """Only linear layers of blocks are quantized: not embeddings, time, text, modulation or head
+    layers. A method is requested once for each of these layers, under its name in the pipeline.
+    Camera layers stay unquantized, because this config does not quantize while loading.
     """
     make, prefix, layers, blocks = NETWORKS[name]
     quantization = Quantization()
@@ -142,8 +142,8 @@ def test_a_network_without_quantizable_layers_is_refused() -> None:
 
 
 class Late(ShardedModule):
-    """A layer that creates its weight only once the whole weight has arrived, as vLLM's online
-    methods do.
+    """A layer that creates its weight only after the complete weight has arrived, as vLLM's online
+    quantization methods do.
     """
 
     def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict loading of quantized weights: values, invalid scales, layers of other ranks.
+"""Strict loading of quantized weights: values, invalid scales, and layers of other ranks.
 
-The files are those in tests/golden/quantized, which ModelOpt, llmcompressor and torchao wrote, and
-files in the layout of the Wan community, which the tests write.
+The tests read files in tests/golden/quantized, written by ModelOpt, llmcompressor and torchao, and
+write files in the layout of the Wan community.
 """
 
 import shutil
@@ -29,14 +29,16 @@ from vllm_omni.testing.tiny.quantized import SIZES, draw, write_fp8_scaled
 QUANTIZED = Path(__file__).parents[1] / "golden" / "quantized"
 FILE = "diffusion_pytorch_model.safetensors"
 FP8_ERROR, INT8_ERROR, FP4_ERROR = 0.035, 0.01, 0.12
-"""Largest relative error of a weight of random values. Half a step of e4m3 is 1/32 of a value, and
-half a step of e2m1 is up to 1/6.
+"""Maximum relative error of a weight with random values. Half a step of e4m3 is 1/32 of a value,
+and half a step of e2m1 is up to 1/6.
 """
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the transformer that the libraries quantized, as diffusers stores it."""
+    """Return a directory with the transformer that the libraries quantized, unquantized and in the
+    layout of diffusers.
+    """
     out = tmp_path_factory.mktemp("plain")
     model = WanTransformer3DModel(**SIZES)
     draw(model)
@@ -73,8 +75,8 @@ def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 def test_plain_layers_load_dequantized_weights_of_each_library(
     plain: Path, name: str, allowed: float
 ) -> None:
-    """Scales are paired with weights as each library does it, including those of embeddings if the
-    library quantized them.
+    """Weights and scales are paired as in the library that wrote them. This includes the scales of
+    embeddings if the library quantized them.
     """
     error = largest_error(load(QUANTIZED / name), load(plain))
     assert allowed / 10 < error < allowed
@@ -82,7 +84,7 @@ def test_plain_layers_load_dequantized_weights_of_each_library(
 
 @pytest.fixture
 def community(plain: Path, tmp_path: Path) -> Path:
-    """Write the Wan community's FP8 layout, under ComfyUI's prefix."""
+    """Write a file in the Wan community's FP8 layout, with ComfyUI's prefix."""
     (tmp_path / "config.json").write_bytes((plain / "config.json").read_bytes())
     write_fp8_scaled(plain / FILE, tmp_path / FILE, prefix="model.diffusion_model.")
     return tmp_path
@@ -120,7 +122,9 @@ def test_a_lingbot_world_in_the_communitys_fp8_is_read(lingbot_world: Path, tmp_
 
 
 def test_a_stage_ignores_the_scales_of_other_stages(plain: Path, community: Path) -> None:
-    """The scales of other stages are neither missing nor unexpected."""
+    """Loading a pipeline stage reports the scales of other stages as neither missing nor
+    unexpected.
+    """
     second = ParallelContext(stage=1, num_stages=2)
     found, expected = load(community, second), load(plain, second)
     assert "blocks.1.ffn.0.weight" in found and "blocks.0.ffn.0.weight" not in found
@@ -128,8 +132,8 @@ def test_a_stage_ignores_the_scales_of_other_stages(plain: Path, community: Path
 
 
 def change(folder: Path, **changes: torch.Tensor | None) -> None:
-    """Replace tensors of a file, or remove them (None). In a name in `changes`, `__` stands for a
-    dot.
+    """Replace tensors in a file, or remove those whose value is None. In names in `changes`, `__`
+    stands for a dot.
     """
     tensors = load_file(folder / FILE)
     for name, value in changes.items():
@@ -174,7 +178,7 @@ def test_invalid_scales_are_refused(
 
 
 def test_integers_without_a_scale_are_refused(plain: Path, tmp_path: Path) -> None:
-    """An integer tensor without a scale, for example a bias in int8, is refused."""
+    """An integer tensor without a scale, for example an int8 bias, is refused."""
     (tmp_path / "config.json").write_bytes((plain / "config.json").read_bytes())
     tensors = load_file(plain / FILE)
     tensors["blocks.0.attn1.to_q.bias"] = torch.ones(32, dtype=torch.int8)
@@ -187,8 +191,8 @@ def test_integers_without_a_scale_are_refused(plain: Path, tmp_path: Path) -> No
 
 
 def test_scales_per_block_and_per_channel_are_applied(plain: Path, tmp_path: Path) -> None:
-    """Scales are applied for a block of 128x128 that is larger than the layer, and for channels
-    with a one-dimensional scale.
+    """Scales are applied per block, even if the 128x128 block is larger than the layer, and per
+    channel with a one-dimensional scale tensor.
     """
     (tmp_path / "config.json").write_bytes((plain / "config.json").read_bytes())
     tensors = load_file(plain / FILE)

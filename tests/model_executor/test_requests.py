@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How scheduled requests are read, and which part of an exception a client may see."""
+"""Parsing of scheduled requests, and the parts of an exception that a client may see."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from vllm_omni.outputs import RequestFailed
 
 
 def scheduled(name: str, params: Any) -> Any:
-    """Return a stock `NewRequestData` with only the fields that are read."""
+    """Return vLLM's `NewRequestData` with only the fields that this package reads."""
     return SimpleNamespace(req_id=name, pooling_params=params, mm_features=[], lora_request=None)
 
 
@@ -25,7 +25,7 @@ def sent(note: SchedulerNote | None = None, **fields: Any) -> Any:
 
 
 def test_a_request_is_read_with_its_tensors_and_its_note() -> None:
-    """A request that was read can be found again by its id."""
+    """A request is parsed with its tensors and can then be looked up by its id."""
     states = RequestStates()
     poses = torch.arange(3.0)
     state = states.add_request(
@@ -58,8 +58,8 @@ def test_a_request_without_fields_fails_alone(params: Any) -> None:
 
 
 def test_an_unreadable_request_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """For an unreadable request, the client gets a general message, and the log names the request
-    and the exception.
+    """If a request cannot be parsed, the client gets a general message, and the log names the
+    request and the exception.
     """
     states = RequestStates()
     with caplog.at_level("ERROR", logger="vllm.vllm_omni.model_executor.requests"):
@@ -80,8 +80,8 @@ def test_an_unreadable_request_is_logged(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_the_progress_of_a_session_is_that_of_its_oldest_unfinished_chunk() -> None:
-    """A session may have several chunks in flight, of which the oldest unfinished one defines its
-    progress.
+    """If a session has several chunks in flight, its progress is that of the oldest unfinished
+    chunk.
     """
     states = RequestStates()
 
@@ -114,8 +114,8 @@ def test_a_chunk_is_done_with_its_last_step(step: int, num_steps: int, done: boo
 
 
 def test_clients_see_only_messages_of_this_package(caplog: pytest.LogCaptureFixture) -> None:
-    """Clients receive the messages of this package unchanged. For any other exception, clients get
-    advice, and the log gets the details.
+    """Clients receive the messages of this package unchanged. For any other exception, clients
+    receive general advice, and the details are logged.
     """
     own = RequestFailed("capacity", "full")
     assert as_failure(own, "r-1") is own

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve DIR` without further flags: the `config.json` at the root, and how vLLM reads the
-directory.
+"""`vllm serve DIR` without further flags: the `config.json` at the root, and what vLLM reads from
+the directory.
 """
 
 import json
@@ -43,22 +43,26 @@ def assert_found_by_vllm(folder: Path) -> None:
     ],
 )
 def test_plain_vllm_reads_directories_of_make_tiny(model: str, layout: str, tmp_path: Path) -> None:
-    """Plain vLLM reads layouts with a released `config.json` at the root, with a network at the
-    root, and with neither of them.
+    """Stock vLLM reads layouts with a released `config.json` at the root, with a network at the
+    root, and with neither.
     """
     write_tiny(model, tmp_path / "tiny", layout=layout)
     assert_found_by_vllm(tmp_path / "tiny")
 
 
 def test_plain_vllm_reads_directories_of_make_world(tmp_path: Path) -> None:
-    """The root config is not part of the manifest, so the directory still passes its check."""
+    """Stock vLLM reads directories of `make_world`. The root config is not listed in the manifest,
+    so the directory still passes the manifest check.
+    """
     write_world(tmp_path / "world")
     check_files(tmp_path / "world")
     assert_found_by_vllm(tmp_path / "world")
 
 
 def test_a_config_keeps_its_values_and_its_type(tmp_path: Path) -> None:
-    """A released config without a model type gets one. A config that has a type stays unchanged."""
+    """A model type is added to a released config that has none. A config with a model type stays
+    unchanged.
+    """
     path = tmp_path / "config.json"
     path.write_text('{"model_name": "Lance"}')
     assert write_root_config(tmp_path)
@@ -73,7 +77,7 @@ def test_a_config_keeps_its_values_and_its_type(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", ["{", '{"model_type": "omni_pipeline"}'])
 def test_a_directory_that_holds_no_model_is_named(config: str, tmp_path: Path) -> None:
-    """A model type in the config is not enough to make a directory a checkpoint."""
+    """A directory without a model is named in an error, even if its config has a model type."""
     vllm_omni.register()
     (tmp_path / "config.json").write_text(config)
     with pytest.raises((ValueError, OSError), match=str(tmp_path)):

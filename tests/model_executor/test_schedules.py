@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Few-step schedules reproduce the table of every public implementation, and invalid requests are
-refused.
+"""Few-step schedules reproduce the timestep table of every public implementation, and invalid
+requests are refused.
 """
 
 import json
@@ -34,8 +34,8 @@ def _shift(name: str) -> float:
 
 @pytest.mark.parametrize("name", [name for name in _GOLDEN if name.startswith("original")])
 def test_the_original_convention_reproduces_the_integer_table(name: str) -> None:
-    """The timesteps t, both sigmas and the groups of entries with the same t equal those of the
-    original scheduler exactly.
+    """The timesteps t, both sigmas and the groups of entries with the same t are identical to those
+    of the original scheduler.
     """
     rows = _GOLDEN[name]
     schedule = few_step_schedule("original", _shift(name), [row["index"] for row in rows])
@@ -50,7 +50,7 @@ def test_the_original_convention_reproduces_the_integer_table(name: str) -> None
 
 @pytest.mark.parametrize("name", [name for name in _GOLDEN if not name.startswith("original")])
 def test_the_exact_convention_reproduces_the_float_table(name: str) -> None:
-    """fp64 tables agree within rounding (1e-9). SGLang computes its table in fp32, which is
+    """fp64 tables agree within rounding (1e-9). SGLang's table, which is computed in fp32, is
     reproduced bit for bit.
     """
     rows = _GOLDEN[name]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps a step cache computes. The step cache is tested in models by test_lance_pipeline.py
-and test_wan22_step_cache.py.
+"""The denoise steps that a step cache computes. test_lance_pipeline.py and test_wan22_step_cache.py
+test the step cache in models.
 """
 
 import pytest
@@ -10,15 +10,15 @@ from vllm_omni.model_executor.step_cache import computed_steps, step_cache_meta
 
 
 def embeddings(*sizes: float) -> torch.Tensor:
-    """Return time embeddings of steps as vectors of one direction, so a change of the embedding is
-    a change of size.
+    """Return the time embeddings of steps as vectors with the same direction and the given sizes,
+    so that embeddings differ only in size.
     """
     return torch.tensor(sizes)[:, None] * torch.tensor([1.0, -2.0, 4.0])
 
 
 def test_steps_are_skipped_until_their_changes_reach_the_threshold() -> None:
-    """With equal changes, a threshold of 3 computes every third step and a threshold of 1 computes
-    every step, whatever the size of the changes.
+    """If all changes are equal, a threshold of 3 computes every third step and a threshold of 1
+    computes every step, whatever the size of the changes.
     """
     for growth in (1.1, 1.001):
         sizes = [growth**step for step in range(9)]
@@ -58,7 +58,9 @@ def test_a_threshold_below_every_change_computes_every_step() -> None:
 
 
 def test_constant_embeddings_compute_the_first_and_last_step() -> None:
-    """Embeddings that are all zero do not cause a division by zero."""
+    """If the embeddings do not change, only the first and last steps are computed. All-zero
+    embeddings do not cause a division by zero.
+    """
     assert computed_steps(embeddings(1, 1, 1, 1), 2.0) == (True, False, False, True)
     assert computed_steps(embeddings(0, 0, 0), 2.0) == (True, False, True)
 

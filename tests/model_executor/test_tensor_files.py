@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From untrusted weight files, only plain dense tensors inside the folder are read. Any other
-content is a one-line error.
+"""From untrusted weight files, only plain dense tensors are read, and only from files inside the
+folder. Any other content results in a one-line error.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def index(folder: Path, weight_map) -> None:
 
 
 def test_a_pth_file_is_read(tmp_path):
-    """A `.pth` of plain tensors gives names, shapes, dtypes and values."""
+    """Names, shapes, dtypes and values are read from a `.pth` file of plain tensors."""
     stored = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
     torch.save(stored, tmp_path / "x.pth")
     source = open_tensors(tmp_path / "x.pth")
@@ -62,8 +62,8 @@ def test_a_pth_file_is_read(tmp_path):
 
 
 def test_tensors_may_be_adapted(tmp_path):
-    """Tensors may be adapted while they are read: stacked ones split, for example, and others
-    flattened. Only requested tensors are read.
+    """Tensors may be adapted while they are read, for example by splitting stacked tensors or
+    flattening them. Only requested tensors are read.
     """
     stored = {
         "qkv": torch.arange(12.0).view(6, 2),
@@ -116,7 +116,7 @@ def test_an_index_selects_the_files(tmp_path):
 
 
 def test_without_an_index_the_same_tensor_in_two_files_is_refused(tmp_path):
-    """Without an index, a tensor in two files is refused because it is ambiguous."""
+    """Without an index, a tensor that occurs in two files is refused because it is ambiguous."""
     save_file({"a": torch.ones(1)}, tmp_path / "model-1.safetensors")
     save_file({"a": torch.zeros(1)}, tmp_path / "old.safetensors")
     refused(tmp_path, "'a' is in another file")
@@ -218,14 +218,16 @@ def test_integer_tensors_are_refused(tmp_path):
 
 @pytest.mark.parametrize("keep", [0, 10, 500, -30])
 def test_truncated_pth_is_refused(tmp_path, keep):
-    """A truncated `.pth` is refused in one line."""
+    """A truncated `.pth` file is refused with a one-line error."""
     torch.save({"a": torch.ones(1000)}, tmp_path / "x.pth")
     (tmp_path / "x.pth").write_bytes((tmp_path / "x.pth").read_bytes()[:keep])
     refused(tmp_path / "x.pth", "download it again")
 
 
 def test_code_in_a_pth_does_not_run(tmp_path, monkeypatch):
-    """A pickle payload is refused in a zip archive, in a bare pickle, and next to valid tensors."""
+    """A pickle payload is refused without being run, whether in a zip archive, in a bare pickle, or
+    next to valid tensors.
+    """
     monkeypatch.chdir(tmp_path)
     torch.save({"a": Payload()}, tmp_path / "zip.pth")
     torch.save({"a": torch.ones(1), "b": Payload()}, tmp_path / "mixed.pth")
@@ -264,15 +266,15 @@ def shared() -> dict[str, torch.Tensor]:
     ],
 )
 def test_anything_but_plain_dense_float_tensors_is_refused(tmp_path, content, message):
-    """Sparse, quantized, expanded, shared, data-less and non-float tensors are refused before their
-    data is read, and so are other objects.
+    """Sparse, quantized, expanded, shared and non-float tensors, tensors without data, and objects
+    other than tensors are refused before their data is read.
     """
     torch.save(content, tmp_path / "x.pth")
     refused(tmp_path / "x.pth", message)
 
 
 def test_a_zip_that_is_no_checkpoint_is_refused(tmp_path):
-    """A zip archive that has the right first bytes but other contents is refused."""
+    """A zip archive that starts like a checkpoint but has other contents is refused."""
     with zipfile.ZipFile(tmp_path / "x.pth", "w") as archive:
         archive.writestr("readme.txt", "hello")
     refused(tmp_path / "x.pth", "cannot be read")
@@ -283,7 +285,7 @@ def test_a_zip_that_is_no_checkpoint_is_refused(tmp_path):
 )
 @given(data=st.data())
 def test_damaged_files_raise_only_valueerror(tmp_path, data):
-    """A weight file with changed bytes in any position either loads or raises ValueError."""
+    """A weight file with changed bytes at any position either loads or raises ValueError."""
     buffer = io.BytesIO()
     torch.save({"a": torch.ones(8), "b": torch.zeros(3)}, buffer)
     save_file({"a": torch.ones(8)}, tmp_path / "good.safetensors")
@@ -304,14 +306,16 @@ def test_damaged_files_raise_only_valueerror(tmp_path, data):
 
 @pytest.mark.parametrize("text", [b"", b"[1]", b"{", b"\xff\xfe", b"[" * 100_000])
 def test_files_that_are_no_json_object_are_refused(tmp_path, text):
-    """One line names the config or index that is not a JSON object."""
+    """A config or index that is not a JSON object is named in a one-line error."""
     (tmp_path / "config.json").write_bytes(text)
     with pytest.raises(ValueError, match=r"config\.json"):
         read_json(tmp_path / "config.json")
 
 
 def test_a_missing_file_is_named(tmp_path):
-    """A missing file, for example a shard of the index that was not downloaded, is named."""
+    """A missing file is named in the error, for example a shard that is listed in the index but was
+    not downloaded.
+    """
     index(tmp_path, {"a": "model-1.safetensors"})
     refused(tmp_path, r"model-1\.safetensors is not there")
     with pytest.raises(ValueError, match="is not there"):
@@ -323,8 +327,9 @@ def test_a_missing_file_is_named(tmp_path):
 )
 @given(data=st.data())
 def test_unmapped_reading_equals_the_library(tmp_path, data):
-    """Damaged files are either refused by this reader and by the library, or read identically,
-    because the header rules are the library's.
+    """This reader applies the header rules of the safetensors library, so it reads every file that
+    the library accepts identically. From a damaged file that only the library refuses, it never
+    reads more bytes than the file has.
     """
     tensors = {
         "b": torch.arange(6.0).reshape(2, 3),
@@ -341,7 +346,7 @@ def test_unmapped_reading_equals_the_library(tmp_path, data):
     try:
         expected = open_tensors(tmp_path / "x.safetensors")
     except ValueError:
-        # Only the library refuses, for example, names that are not UTF-8.
+        # Some damage, for example a name that is not UTF-8, is refused only by the library.
         with contextlib.suppress(ValueError):
             found = UnmappedSource.open(tmp_path / "x.safetensors")
             assert sum(tensor.nbytes for _, tensor in found.read_tensors(found.shapes)) <= len(
@@ -382,8 +387,8 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, change):
 
 @pytest.mark.parametrize("cut", [0, 4000])
 def test_a_file_truncated_while_it_is_read_is_refused(tmp_path: Path, cut: int) -> None:
-    """A file that is truncated while it is read is refused. The process would be killed if the file
-    were memory-mapped.
+    """A file that is truncated while it is read is refused. If the file were memory-mapped, the
+    process would be killed.
     """
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.ones(1 << 10), "b": torch.ones(1 << 20)}, path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measured results that `vllm-omni plan` prints: sources, networks and memory."""
+"""The measured results that `vllm-omni plan` prints: their sources, networks and memory."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_a_result_agrees_with_its_file(run: MeasuredRun) -> None:
 
 @pytest.mark.parametrize("run", all_runs(), ids=lambda run: run.source)
 def test_the_computed_memory_is_near_the_measured_one(run: MeasuredRun) -> None:
-    """The computed memory of the fullest GPU is within 6 percent or 0.3 GB of the measured one.
+    """The computed memory of the fullest GPU is within 6 percent or 0.3 GB of the measured memory.
 
     Transient memory of kernels and of the allocator is not computed.
     """
@@ -91,8 +91,8 @@ def test_the_qualities_of_record_agree_with_their_files() -> None:
 def test_runs_are_found_by_network_size_and_gpus(tmp_path: Path) -> None:
     """Runs are found by network size and number of GPUs.
 
-    A published network uses the results of its size. For other video sizes and networks, no run is
-    found.
+    A published network uses the results of networks of its size. For other video sizes and
+    networks, no run is found.
     """
     model = model_of("causal_wan_1_3b")
     assert find_runs(model_of("longlive"), "H200", 4) == find_runs(model, "H200", 4) != []

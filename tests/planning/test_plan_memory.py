@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni plan`: the memory of models and splits, the tables, and the command."""
+"""`vllm-omni plan`: memory of models and splits, the printed tables, and the command."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -82,10 +82,10 @@ def test_the_action_modules_of_a_game_are_counted() -> None:
 
 @pytest.mark.parametrize(("name", "gib"), [("lingbot_world", 3.57), ("causal_wan_14b", 0.0)])
 def test_a_chunk_holds_the_camera_modulation_of_all_layers(name: str, gib: float) -> None:
-    """A chunk's memory includes the scale and the shift that `camera_modulation` creates per token
-    and layer.
+    """A chunk's memory includes the scale and shift tensors that `camera_modulation` creates for
+    each token and layer.
 
-    Models without a camera have neither.
+    For models without a camera, these tensors are not counted.
     """
     model = model_of(name)
     plain = plan_memory(replace(model, camera=False), H200, ParallelSplit())
@@ -215,8 +215,8 @@ def test_a_preset_is_planned_with_its_options_and_its_speed(
 
 
 def test_splits_can_be_served() -> None:
-    """Every planned split can be served: ranks divide the heads, splits fit the GPUs, and no split
-    is listed twice.
+    """Every planned split can be served: the number of heads is divisible by the number of ranks,
+    splits fit the GPUs, and no split is listed twice.
     """
     model = model_of("causal_wan_1_3b")
     found = splits(model, 8)
@@ -228,7 +228,8 @@ def test_splits_can_be_served() -> None:
 
 @pytest.mark.parametrize("quantization", ["fp8", "nvfp4"])
 def test_quantization_reduces_the_weights_of_the_blocks(quantization: str) -> None:
-    """Quantization reduces the weights of the blocks and, in int8, of the camera layers.
+    """Quantization reduces the size of the weights in the blocks and, with int8, of the weights in
+    the camera layers.
 
     LingBot has 18.5 billion weights: 14 billion in layers of the blocks and 4 billion in camera
     layers.
@@ -249,10 +250,10 @@ def test_quantization_reduces_the_weights_of_the_blocks(quantization: str) -> No
 
 
 def test_all_models_are_in_one_table(capsys: pytest.CaptureFixture[str]) -> None:
-    """All models are in one table. More memory or smaller weights never reduce the number of
+    """One table lists all models. More memory or smaller weights never reduce the number of
     sessions.
 
-    A text encoder on the host frees GPU memory.
+    Keeping the text encoder on the host frees GPU memory.
     """
     lines = plan(capsys, "all").splitlines()
     assert lines[0].split()[5::2] == ["12", "16", "24", "32", "48", "80", "96", "141"]
@@ -312,8 +313,8 @@ def test_invalid_plans_are_refused(argv: list[str], words: str) -> None:
 
 
 def test_fp8_kv_increases_the_number_of_sessions() -> None:
-    """FP8 halves LingBot's K/V window of 21.4 GiB in bf16, so more sessions fit. Other memory of a
-    session stays the same.
+    """FP8 halves LingBot's K/V window, which takes 21.4 GiB in bf16, so more sessions fit. The rest
+    of a session's memory stays the same.
     """
     plain, fp8 = (
         plan_memory(model_of("lingbot_world", kv_itemsize=size), H200, ParallelSplit())
@@ -324,7 +325,7 @@ def test_fp8_kv_increases_the_number_of_sessions() -> None:
 
 
 def test_the_text_encoder_counts_for_one_gpu() -> None:
-    """The text encoder counts for one GPU.
+    """The text encoder's memory is counted on only one GPU.
 
     With two stages, the first one contains the encoder and the last one decodes, so the fullest GPU
     needs less memory than a single GPU with both.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read calls from source code, and compare them with signatures."""
+"""Extract calls from source code, and compare them with function signatures."""
 
 import ast
 import inspect
@@ -48,7 +48,9 @@ class CallShape:
 
 
 def refused_calls(ours: Signature, theirs: Signature) -> list[str]:
-    """Return the calls that `theirs` accepts and `ours` refuses. An override must refuse none."""
+    """Return the calls that `theirs` accepts and `ours` refuses. An override must not refuse any
+    such call.
+    """
     mine = list(ours.parameters.values())
     slots = [parameter.name for parameter in mine if parameter.kind in _POSITIONAL]
     names = {parameter.name for parameter in mine if parameter.kind in _NAMED}
@@ -101,7 +103,7 @@ def function_of(attribute: Any) -> Any:
 
 
 def calls_of_attribute(tree: ast.AST, owner: str) -> Iterator[tuple[str, CallShape]]:
-    """Yield (method, shape) of every `<...>.owner.method(...)`."""
+    """Yield (method, shape) for every call of the form `<...>.owner.method(...)`."""
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Call)
@@ -113,7 +115,7 @@ def calls_of_attribute(tree: ast.AST, owner: str) -> Iterator[tuple[str, CallSha
 
 
 def remote_calls(tree: ast.AST) -> Iterator[tuple[str, CallShape]]:
-    """Yield (method, shape) of every `collective_rpc("method", args=(...), kwargs={...})`."""
+    """Yield (method, shape) for every call `collective_rpc("method", args=(...), kwargs={...})`."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue

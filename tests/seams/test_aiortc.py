@@ -7,7 +7,7 @@ from helpers.needs_aiortc import aiortc
 
 
 def test_a_sender_handles_feedback_in_the_method_that_is_wrapped() -> None:
-    """The transport calls `_handle_rtcp_packet` on the instance, so an attribute of the instance
+    """The transport looks up `_handle_rtcp_packet` on the sender instance, so an instance attribute
     can replace the method.
     """
     sender, transport = aiortc.rtcrtpsender, aiortc.rtcdtlstransport
@@ -18,6 +18,6 @@ def test_a_sender_handles_feedback_in_the_method_that_is_wrapped() -> None:
 
 
 def test_packets_of_a_track_are_sent_without_encoding() -> None:
-    """A track may return packets, which aiortc splits for RTP but does not encode."""
+    """A track may return encoded packets, which aiortc splits for RTP but does not encode again."""
     source = inspect.getsource(aiortc.rtcrtpsender.RTCRtpSender._next_encoded_frame)
     assert "self.__encoder.pack(data)" in source

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison of calls with signatures: which differences it reports, and which it accepts."""
+"""Comparing calls with signatures: which differences are reported, and which are accepted."""
 
 import ast
 import inspect
@@ -63,15 +63,15 @@ def demands_more(
     ],
 )
 def test_incompatible_overrides_are_found(override: Callable[..., Any], refused: list[str]) -> None:
-    """An override is reported if a changed name, position, order or default would make a call raise
-    TypeError.
+    """An override is reported if a changed parameter name, position, order or default would make a
+    call raise TypeError.
     """
     assert refused_calls(inspect.signature(override), inspect.signature(theirs)) == refused
 
 
 def test_star_arguments_of_the_base_are_required() -> None:
-    """An override of a function with star arguments must also have them, because such a function
-    accepts every call.
+    """An override of a function with star arguments must have them too, because the overridden
+    function accepts every call.
     """
     assert refused_calls(inspect.signature(same), inspect.signature(wider)) == [
         "any number of positions",
@@ -80,7 +80,9 @@ def test_star_arguments_of_the_base_are_required() -> None:
 
 
 def test_calls_are_read_as_written() -> None:
-    """Calls are read from source with their positional arguments, names and star arguments."""
+    """Calls are extracted from source code with their positional arguments, keyword names and star
+    arguments.
+    """
     source = """
 self.model_runner.load_model(dummy, eager=True)
 self.model_runner.reload_weights(*args, **kwargs)
@@ -104,8 +106,8 @@ executor.collective_rpc(method)
 
 
 def test_a_refused_call_has_a_reason() -> None:
-    """Too many, unknown or missing arguments are reported. Missing ones are accepted in an
-    open-ended call, which may supply them.
+    """Too many, unknown or missing arguments are reported. Missing arguments are accepted in an
+    open-ended call, because star arguments may supply them.
     """
     signature = inspect.signature(lambda self, layout, *, size=1: None)
     assert CallShape(1, ("size",)).refusal(signature, bound=1) is None

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects of this package that do not inherit from vLLM accept vLLM's calls on them."""
+"""Classes of this package that do not inherit from vLLM's classes accept the calls that vLLM makes
+to them.
+"""
 
 import ast
 import inspect
@@ -26,7 +28,7 @@ NOT_OF_THE_RUNNER = {
     "_init_kv_zero_meta": "guarded by hasattr and by needs_kv_cache_zeroing, which needs a "
     "KV group",
 }
-"""Calls on `model_runner` that cannot occur with the diffusion worker, each with the reason."""
+"""Calls on `model_runner` that cannot occur with the diffusion worker, and the reason for each."""
 
 ONLY_IN_WARM_UP = {"_compile_or_warm_up_model"}
 """Methods of vLLM's worker that are called only by methods that the diffusion worker replaces."""
@@ -47,13 +49,13 @@ NARROWER_THAN_A_WORKER = {
     "initialize_from_config": "gets the configs of all ranks, as the wrapper around a worker does, "
     "by position",
 }
-"""Methods of the pipeline worker that accept fewer arguments than those of a worker, each with the
-reason.
+"""Methods of the pipeline worker that accept fewer arguments than the same methods of a vLLM
+worker, and the reason for each.
 """
 
 
 def unreplaced_methods() -> Iterator[ast.AST]:
-    """Yield the methods of vLLM's workers that run in a diffusion worker without being replaced."""
+    """Yield the methods of vLLM's workers that a diffusion worker inherits unchanged."""
     ours = vars(DiffusionWorkerMixin)
     for module in (gpu_worker, cpu_worker):
         for method in methods(ast.parse(inspect.getsource(module))):
@@ -65,8 +67,8 @@ def unreplaced_methods() -> Iterator[ast.AST]:
 
 
 def test_the_runner_accepts_every_call_of_the_worker() -> None:
-    """The runner accepts every call in the source of both workers, by name, positions and
-    keywords.
+    """The runner accepts every call that the source of vLLM's two workers makes to it: the method
+    exists and accepts the positional and keyword arguments.
     """
     refused, seen = {}, set()
     for method in unreplaced_methods():
@@ -123,8 +125,8 @@ def test_the_pipeline_worker_accepts_every_remote_call() -> None:
 
 
 def test_the_pipeline_worker_accepts_the_calls_of_a_worker() -> None:
-    """A method of the pipeline worker with the name of a worker's method accepts the worker's
-    calls, because clients call workers by name.
+    """If a pipeline worker's method has the same name as a method of a vLLM worker, it accepts the
+    same calls, because clients call worker methods by name.
     """
     refused, compared = {}, set()
     for name, ours in vars(PipelineWorker).items():
@@ -147,7 +149,7 @@ def test_the_pipeline_worker_accepts_the_calls_of_a_worker() -> None:
 
 
 def test_exemptions_are_needed() -> None:
-    """Every exempt name is still called or defined by vLLM, so no exemption is left over."""
+    """Every exempt name is still called or defined by vLLM, so no exemption is obsolete."""
     source = ast.parse(inspect.getsource(gpu_worker))
     assert set(NOT_OF_THE_RUNNER) <= {
         name for name, _ in calls_of_attribute(source, "model_runner")

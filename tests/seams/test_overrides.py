@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every override of a vLLM method accepts all calls that the original accepts, in the installed
-version.
+"""Every override of a method in the installed vLLM accepts all calls that the original method
+accepts.
 """
 
 import importlib
@@ -26,13 +26,15 @@ NOT_CALLED_BY_VLLM = {
     "LinearPrecision.__init__": "only this package's transformers create it, from vLLM's config",
     "StoredQuantization.__init__": "only the pipeline creates it, from vLLM's config",
 }
-"""Methods that have the name of a vLLM method but that vLLM never calls, each with the reason."""
+"""Methods that have the name of a vLLM method but are never called by vLLM, and the reason for
+each.
+"""
 
 
 @cache
 def own_classes() -> dict[str, type]:
-    """Return every class of this package, and the classes that workers build from a mixin and
-    vLLM's runner.
+    """Return every class of this package, including the runner classes that workers build from a
+    mixin and vLLM's runner.
     """
     found: dict[str, type] = {}
     for module_info in pkgutil.walk_packages(vllm_omni.__path__, "vllm_omni."):
@@ -61,7 +63,9 @@ def runners() -> Iterator[type]:
 
 
 def overrides() -> Iterator[tuple[type, type, str, Any, Any]]:
-    """Yield (own class, vLLM's class, name, own attribute, vLLM's attribute) for every override."""
+    """Yield (this package's class, vLLM's class, name, our attribute, vLLM's attribute) for every
+    override.
+    """
     for cls in own_classes().values():
         order = cls.__mro__
         for position, owner in enumerate(order):
@@ -93,10 +97,10 @@ def _forwards_all(attribute: Any) -> bool:
 
 
 def test_every_override_accepts_the_calls_of_its_base() -> None:
-    """Every override accepts the calls of its base: positions, names, defaults and star arguments
-    are compared.
+    """Every override accepts the calls that its base method accepts: positions, names, defaults and
+    star arguments are compared.
 
-    A property must not replace a method, or a method a property.
+    A property must not override a method, nor a method a property.
     """
     refused: dict[str, Any] = {}
     compared = set()
@@ -148,8 +152,8 @@ def test_no_class_is_abstract() -> None:
 
 
 def test_exemptions_are_needed() -> None:
-    """Every exemption is needed, because an obsolete one would hide a later method with its
-    name.
+    """Every exemption is needed. An obsolete exemption would hide errors in a later method of the
+    same name.
     """
     existing = {f"{owner.__name__}.{name}" for owner, _, name, _, _ in overrides()}
     assert set(NOT_CALLED_BY_VLLM) <= existing

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Private functions and attributes of torch and vLLM that this package uses behave as required.
 
-A failure names the code that uses them.
+When a test fails, it names the code that uses the private function or attribute.
 """
 
 import inspect
@@ -81,7 +81,7 @@ def test_online_quantization_of_vllm_uses_the_meta_device(
     """In vLLM's online quantization, a weight stays on the meta device until its layer is loaded
     completely.
 
-    A single method returns the weight.
+    A quantization method reads the weight through `get_weight_for_quantization`.
     """
     assert OnlineLinearBase.uses_meta_device is True, f"OnlineLinearBase loads otherwise; {USER}"
     layer = ColumnLinear(IN, OUT, ParallelContext(), EverythingInt8(), "a", bias=False)
@@ -97,10 +97,10 @@ def test_online_quantization_of_vllm_uses_the_meta_device(
 
 
 def test_vllm_marks_quantized_layers_and_clears_the_mark_on_reload(vllm_config: VllmConfig) -> None:
-    """A layer is quantized when its last tensor is loaded, and not again by the pass over the
-    model.
+    """A layer is quantized when its last tensor is loaded, and not a second time when vLLM
+    processes the whole model after loading.
 
-    A reload quantizes it again.
+    A reload quantizes the layer again.
     """
     theirs = Fp8PerTensorOnlineLinearMethod.process_weights_after_loading.__code__
     marks = {*theirs.co_names, *theirs.co_consts}
@@ -134,7 +134,7 @@ def test_the_output_thread_of_vllm_has_its_name() -> None:
 
 
 def test_hidden_states_of_vllm_are_a_file_of_fixed_layers() -> None:
-    """vLLM's hidden states are a file of fixed layers.
+    """vLLM's own feature for hidden states writes those of a fixed set of layers to a file.
 
     If this changes, reconsider docs/architecture/ar_path.md ("Why not `extract_hidden_states`").
     """

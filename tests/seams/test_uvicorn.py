@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attributes of uvicorn's classes that this package uses. A failure names the attribute and its
-user.
+"""Attributes of uvicorn's classes that this package uses. When a test fails, it names the attribute
+and the class that uses it.
 
-`uvicorn.Config(ws=..., http=...)` accepts protocol classes, which is the public way to set one. The
-inherited attributes are not documented, so the tests compare them with the source of the installed
-uvicorn.
+`uvicorn.Config(ws=..., http=...)` accepts protocol classes, so setting a protocol class is public
+API. The attributes that a subclass inherits are not documented, so the tests look them up in the
+source of the installed uvicorn.
 """
 
 import ast
@@ -37,8 +37,8 @@ def attributes_of(cls: type) -> set[str]:
 
 
 def used_of(cls: type, owners: set[str]) -> set[str]:
-    """Return the attributes of the protocol that the source of a class uses. `owners` are the names
-    of the protocol.
+    """Return the protocol attributes that the source of a class uses. `owners` are the names by
+    which the source refers to the protocol.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     return {
@@ -60,8 +60,8 @@ def used_of(cls: type, owners: set[str]) -> set[str]:
 def test_the_websocket_protocol_has_the_attributes_of_its_subclasses(
     cls: type, owners: set[str]
 ) -> None:
-    """uvicorn's protocol has every attribute that its subclasses use. Names with an underscore
-    belong to this package.
+    """uvicorn's protocol has every attribute that our subclasses use. Names with a leading
+    underscore belong to this package and are not checked.
     """
     used = {name for name in used_of(cls, owners) if not name.startswith("_")}
     assert len(used) > 3
@@ -72,8 +72,8 @@ def test_the_websocket_protocol_has_the_attributes_of_its_subclasses(
 
 
 def test_the_websocket_protocol_calls_overridden_methods() -> None:
-    """uvicorn calls the overridden methods. If it stopped calling one, floods would pass without an
-    error.
+    """uvicorn calls the methods that this package overrides. If uvicorn stopped calling one, floods
+    of messages would no longer be limited, and nothing would report an error.
     """
     source = inspect.getsource(WebSocketsSansIOProtocol)
     for method in ("handle_events", "handle_connect"):

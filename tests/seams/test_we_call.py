@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The installed version of vLLM accepts every call of this package to its functions, classes and
+"""The installed vLLM accepts every call that this package makes to its functions, classes and
 methods.
 """
 
@@ -45,7 +45,7 @@ class Imports:
                         self.targets[alias.asname] = (alias.name, None)
 
     def resolve(self, expression: ast.expr) -> Any:
-        """Return the object of a dotted name, or None if the object is not from vLLM.
+        """Return the object to which a dotted name refers, or None if the object is not from vLLM.
 
         Raises:
             AttributeError: The object does not exist.
@@ -86,8 +86,8 @@ def skipped(imports: Imports, path: Path) -> bool:
 def direct_calls() -> Iterator[tuple[str, Any, CallShape, int]]:
     """Yield (location, callable, shape, implicit arguments) of every direct call into vLLM.
 
-    Direct calls are those of names imported from vLLM, and of methods of objects that are annotated
-    as a class of vLLM.
+    Direct calls are calls of names imported from vLLM, and of methods of objects that are annotated
+    with a vLLM class.
     """
     for path in sources():
         tree = ast.parse(path.read_text())
@@ -116,8 +116,8 @@ def direct_calls() -> Iterator[tuple[str, Any, CallShape, int]]:
 
 
 def _annotated(tree: ast.AST, imports: Imports) -> dict[str, list[type]]:
-    """Return the expressions (`client`, `self._client`) that have the same class of vLLM in all of
-    their annotations in the file.
+    """Return the expressions (`client`, `self._client`) that are annotated with the same vLLM class
+    everywhere in the file.
 
     An attribute that is assigned from an annotated parameter has the parameter's class and the
     classes to which `isinstance` narrows it.
@@ -247,8 +247,8 @@ def refusals(calls: Iterator[tuple[str, Any, CallShape, int]]) -> tuple[dict[str
 
 
 def test_vllm_accepts_every_call() -> None:
-    """vLLM accepts every call of a function or class that is imported from it, and of a method of
-    an annotated object.
+    """vLLM accepts every call to a function or class that is imported from it, and to a method of
+    an object that is annotated with a vLLM class.
     """
     refused, taken = refusals(direct_calls())
     assert refused == {}
@@ -277,7 +277,7 @@ def test_base_methods_of_vllm_accept_super_calls() -> None:
 
 
 def test_every_import_exists() -> None:
-    """Every name that is imported from vLLM exists, also in imports inside functions and for type
+    """Every name that is imported from vLLM exists, including imports inside functions and for type
     checkers.
     """
     missing = {}
@@ -317,7 +317,9 @@ def test_every_import_exists() -> None:
 def test_a_call_that_vllm_refuses_is_found(
     code: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call that vLLM would refuse is reported, so the checks above detect invalid calls."""
+    """A call that vLLM would refuse is reported, which proves that the checks above detect invalid
+    calls.
+    """
     (tmp_path / "vllm_omni").mkdir()
     (tmp_path / "vllm_omni" / "module.py").write_text(code)
     monkeypatch.setattr("test_we_call.REPO", tmp_path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SchedulerOutput`s of an autoregressive engine, built by hand for tests of the runner."""
+"""Hand-built `SchedulerOutput`s of an autoregressive engine, for tests of the runner."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -46,7 +46,7 @@ def scheduler_output(
     """Return the scheduler output of one engine step.
 
     Args:
-        scheduled: Number of tokens per request. A new request that is missing here gets its whole
+        scheduled: Number of scheduled tokens per request. Default for a new request: its whole
             prompt.
     """
     new = list(new)

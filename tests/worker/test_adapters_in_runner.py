@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters of chunks in the runner.
+"""LoRA adapters in the runner.
 
-The tests cover batches, forks, snapshots, chunks in flight, vLLM's own argument and FP8 weights.
+The tests cover batches, forks, snapshots, chunks in flight, vLLM's own `lora_request` argument, and
+FP8 weights.
 """
 
 import dataclasses
@@ -60,7 +61,9 @@ def chunk(worker: Worker, session: str, **fields: Any) -> torch.Tensor:
 
 
 def stream(worker: Worker, session: str, choices: list[list[Lora] | None]) -> list[torch.Tensor]:
-    """Return the latents of a session's next chunks. The session is opened if it does not exist."""
+    """Return the latents of a session's next chunks, one for each entry of `choices`. The session
+    is opened if it does not exist.
+    """
     first: list[dict[str, Any]] = [
         {} if session in worker.runner.sessions else {"prompt": "a field"}
     ]
@@ -160,8 +163,8 @@ def test_a_snapshot_names_its_adapters_and_requires_them(
 def test_removed_adapters_are_not_required_by_a_snapshot(
     make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest], tmp_path: Path
 ) -> None:
-    """After an adapter is removed from a session, a server without adapters restores the session's
-    snapshot.
+    """After an adapter is removed from a session, a server without adapters can restore the
+    session's snapshot.
 
     The session continues bit for bit, and requests with adapters are refused.
     """
@@ -176,8 +179,8 @@ def test_removed_adapters_are_not_required_by_a_snapshot(
 
 
 def refused(worker: Worker, folder: Path, words: str) -> None:
-    """Assert that restoring the file `walk` fails with one line that contains `words` and opens no
-    session.
+    """Assert that restoring the file `walk` fails with a one-line error that contains `words`, and
+    that no session is opened.
     """
     with pytest.raises(RequestFailed, match=re.escape(words)) as refusal:
         worker.restore("late", folder / "walk")
@@ -188,7 +191,8 @@ def refused(worker: Worker, folder: Path, words: str) -> None:
 def test_a_switch_of_adapters_recomputes_the_prompt_keys(
     make_runner: MakeRunner, causal_wan: Path, tmp_path: Path
 ) -> None:
-    """An adapter of the text's keys and values takes effect even if the prompt stays the same.
+    """An adapter for the keys and values of the text takes effect even if the prompt stays the
+    same.
 
     Removing the adapter restores the base output.
     """
@@ -243,7 +247,7 @@ def test_chunks_in_flight_keep_the_adapters_they_started_with(
 def test_lora_request_of_vllm_names_an_adapter(
     make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest]
 ) -> None:
-    """vLLM's `lora_request` loads an adapter that is not loaded yet. If loading fails, only its
+    """vLLM's `lora_request` loads the adapter if it is not loaded yet. If loading fails, only that
     request fails.
     """
     worker = Worker(make_runner(causal_wan, {"model": SMALL}, dtype="float32", **LORA))
@@ -264,7 +268,9 @@ def test_lora_request_of_vllm_names_an_adapter(
 def test_an_adapter_for_another_model_is_refused(
     make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest], tmp_path: Path
 ) -> None:
-    """An adapter for another model is refused in one line, and loaded adapters stay usable."""
+    """An adapter for another model is refused with a one-line error, and adapters that are already
+    loaded stay usable.
+    """
     worker = make(make_runner, causal_wan, requests)
     before = stream(worker, "a", [INK])
     made = {"double_blocks.0.proj": (torch.zeros(2, 4), torch.zeros(4, 2))}

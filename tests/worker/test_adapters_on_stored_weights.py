@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters on checkpoints that are stored quantized.
+"""LoRA adapters on checkpoints whose stored weights are quantized.
 
 The adapter is added to vLLM's quantized product or applied to dequantized weights. The model is Wan
-2.2 with both experts from tests/golden/quantized. Formats that a CPU cannot compute in are
-dequantized here.
+2.2 with both experts from tests/golden/quantized. Formats in which a CPU cannot compute are
+dequantized in these tests.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,8 @@ FORMATS: dict[str, tuple[bool, float]] = {
     "torchao_fp8": (False, 0.2),
     "torchao_int8": (False, 0.2),
 }
-"""Value of `omni.dequantize` and allowed relative difference of an adapter's effect, by format.
+"""For each format, the value of `omni.dequantize` and the allowed relative difference of an
+adapter's effect.
 
 Measured differences are 0.03 to 0.16, and 0.47 for ModelOpt's NVFP4, because the quantized network
 also changes the effect.
@@ -85,8 +86,8 @@ def effect(
 ) -> torch.Tensor:
     """Return the change that an adapter makes to the latents of a video.
 
-    Before and after the adapter is used, the latents must equal those of the checkpoint bit for
-    bit.
+    The function also checks that the latents before and after the adapter is used are bit-identical
+    to those of the checkpoint.
     """
     base = video(Worker(make_runner(path, omni, dtype="bfloat16")), "a")
     worker = Worker(make_runner(path, omni, dtype="bfloat16", **LORA))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RankAgreement` with mocked groups: the decision of each rank, given the values of the other
+"""`RankAgreement` with mocked process groups: the decision of a rank, given the values of the other
 ranks.
 """
 
@@ -20,8 +20,8 @@ OWN = RequestFailed("capacity", "full")
 
 
 class Others:
-    """A mock of `all_reduce` that combines this rank's values with given values and records the
-    groups.
+    """A mock of `all_reduce` that combines this rank's values with given values of other ranks and
+    records the process groups.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *responses: list[float]) -> None:
@@ -45,7 +45,7 @@ def ranks(tensor: int = 1, world: int = 1) -> RankAgreement:
 def request(
     name: str, step: int | None = 0, failure: RequestFailed | None = None, index: int = 0
 ) -> RequestState:
-    """Return a request. With `step` None, the request has no chunk."""
+    """Return the state of a request. If `step` is None, the request has no chunk."""
     state = RequestState(name, DiffusionParams(session_id="s"), {}, index=index, failure=failure)
     state.chunk = None if step is None else SimpleNamespace(step=step)  # type: ignore[assignment]
     return state
@@ -62,7 +62,7 @@ def failure_of(state: RequestState) -> tuple[str, str] | None:
 def test_a_single_rank_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A single rank sends nothing.
 
-    A waiting request does not take part and has not failed, at any position in the batch.
+    A waiting request is neither accepted nor failed, whatever its position in the batch.
     """
     others = Others(monkeypatch)
     good, bad, late = request("a"), request("b", None, OWN), request("c", None)
@@ -80,8 +80,8 @@ def test_a_refusal_by_one_tensor_parallel_rank_applies_to_all(
 ) -> None:
     """If one tensor-parallel rank refuses a request, all ranks refuse it.
 
-    The rank that refused it keeps its own reason.
-    Before a first step, one reduction over the CPU group covers the whole batch.
+    The rank that refused the request keeps its own reason. Before a first step, one reduction over
+    the CPU group covers the whole batch.
     """
     others = Others(monkeypatch, [1, 0, 1, 1])
     states = [request("a"), request("b"), request("c", None, OWN), request("d", 3)]
@@ -94,8 +94,8 @@ def test_a_refusal_by_one_tensor_parallel_rank_applies_to_all(
 def test_ranks_reduce_only_before_a_first_step(
     monkeypatch: pytest.MonkeyPatch, steps: list[int | None], requests: int
 ) -> None:
-    """Ranks reduce only before the first step of a request, because a refused request has ended
-    afterwards.
+    """Ranks run a reduction only before the first step of a request, because a refused request has
+    already ended by its second step.
     """
     others = Others(monkeypatch, *([[1, 1]] * requests))
     states = [request(name, step) for name, step in zip("ab", steps, strict=True)]
@@ -107,8 +107,8 @@ def test_ranks_reduce_only_before_a_first_step(
 def test_a_later_stage_accepts_the_requests_of_the_earlier_stage() -> None:
     """A later stage runs the requests that the earlier stage accepted.
 
-    A request that fails on this stage later still takes its steps. A request that an earlier stage
-    refused fails here too.
+    A request that fails on this stage later still runs its remaining steps. A request that an
+    earlier stage has refused fails on this stage too.
     """
     states = [request("a"), request("b", 2, OWN), request("c"), request("d", None)]
     later = ranks()
@@ -122,7 +122,7 @@ def test_a_later_stage_accepts_the_requests_of_the_earlier_stage() -> None:
 def test_refusing_a_request_of_an_earlier_stage_stops_the_engine() -> None:
     """A stage that must refuse a request of an earlier stage stops the engine.
 
-    The hidden states of the request are part of the batch, so the rank cannot leave it out.
+    The request's hidden states are part of the batch, so the rank cannot leave the request out.
     """
     text = "^an earlier pipeline stage accepted a request that this stage had to refuse$"
     with pytest.raises(RuntimeError, match=text):
@@ -133,9 +133,11 @@ def test_refusing_a_request_of_an_earlier_stage_stops_the_engine() -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("count", [0, 1, 3, 5])
 def test_a_mask_is_sent_unsplit(size: int, count: int) -> None:
-    """vLLM sends a mask unsplit, because its length is not divisible by the number of ranks.
+    """vLLM sends a mask to the next stage as a whole, because the mask's length is not divisible by
+    the number of ranks.
 
-    For each request, the mask contains the chunk index, or a mark that it is waiting or refused.
+    For each request, the mask contains the chunk index, or a marker that the request is waiting or
+    refused.
     """
     states = [request(name, index=index + 3) for index, name in enumerate("abcde"[:count])]
     alive, waiting = states[::3], states[1::3]
@@ -153,10 +155,10 @@ def test_a_mask_is_sent_unsplit(size: int, count: int) -> None:
 def test_a_failure_before_a_shared_decode_applies_to_all_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A failure of one rank before a decode that tensor-parallel ranks share becomes a failure of
-    all ranks.
+    """If one rank fails before a decode that tensor-parallel ranks share, the chunk fails on all
+    ranks.
 
-    A rank that has its own reason keeps it.
+    A rank that has its own failure reason keeps it.
     """
     others = Others(monkeypatch, [1], [0], [1], [0])
     fine, theirs, mine, both = (
@@ -184,8 +186,8 @@ def test_the_rank_with_least_room_sets_the_number_of_sessions(
 ) -> None:
     """The rank with the least room determines the number of sessions.
 
-    Ranks compare sessions instead of bytes, because their shares of a session differ. A rank
-    without a share does not limit the number.
+    Ranks compare numbers of sessions instead of bytes, because their shares of a session differ in
+    size. A rank that holds no share of a session does not limit the number.
     """
     others = Others(monkeypatch, [2.5], [19.0], [3.0], [float("inf")])
     assert ranks(world=2).budget(1000, 100) == 250

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mixins for both runner generations on mocked runners, and the vLLM source that they rely on.
+"""The mixins for both runner generations, tested on mocked runners, and checks of the vLLM source
+that they rely on.
 
-A mocked base class replaces vLLM's runner and records the state that the hooks leave to it. The end
-of the file compares the mocks with vLLM's own classes. Each of the five faults that the review of
-the first version found (vLLM-Omni PR 3) has a test.
+A mocked base class replaces vLLM's runner and records the state that the hooks pass on to it. The
+tests at the end of the file compare the mocks with vLLM's own classes. There is a test for each of
+the five faults that were found in the review of the first version (vLLM-Omni PR 3).
 """
 
 import ast
@@ -82,7 +83,7 @@ class AsyncOutput(AsyncModelRunnerOutput):
 class MockRunner:
     """The common interface of both generations.
 
-    `execute_model` leaves a state, and `sample_tokens` consumes it.
+    `execute_model` stores a state, which `sample_tokens` consumes.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class MockV1(MockRunner):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         self.grammar_output = grammar_output
-        if self.stage_output is not None:  # as on a stage before the last one
+        if self.stage_output is not None:  # as on every stage except the last one
             return self.stage_output
         return self.finish(list(self.input_batch.req_ids))
 
@@ -136,7 +137,7 @@ class MockV1(MockRunner):
 class MockV2(MockRunner):
     def execute_model(self, scheduled: SchedulerOutput, **kwargs: Any) -> None:
         self.received = kwargs.get("intermediate_tensors")
-        # V2 sorts its batch so that decodes come first. Its buffers are longer than the batch.
+        # V2 sorts its batch so that decodes come first, and its buffers are longer than the batch.
         names = sorted(
             scheduled.num_scheduled_tokens, key=scheduled.num_scheduled_tokens.__getitem__
         )
@@ -209,8 +210,8 @@ both_ways = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", 
 @both
 @both_ways
 def test_hidden_states_of_a_mixed_batch(generation: Any, asynchronous: bool) -> None:
-    """Each request receives the hidden states of its own tokens, in any order of the batch, and
-    none of the padding.
+    """Each request receives the hidden states of its own tokens, whatever the order of the batch,
+    and none of the padding.
     """
     runner = make(generation, asynchronous)
     run(runner, scheduler_output(new=[new_request("old", "all", prompt_len=3)]))
@@ -249,8 +250,8 @@ def test_a_batch_without_requests_for_hidden_states_is_unchanged(generation: Any
 
 @both
 def test_a_step_without_requests_for_hidden_states_costs_four_calls(generation: Any) -> None:
-    """A step without requests for hidden states makes four additional calls for any batch, and
-    creates no object of ours.
+    """A step without requests for hidden states makes four additional calls, whatever the size of
+    the batch, and creates none of this package's objects.
     """
     calls: list[str] = []
 
@@ -282,8 +283,8 @@ def test_a_step_without_requests_for_hidden_states_costs_four_calls(generation: 
 @both
 @both_ways
 def test_rejected_drafts_have_no_hidden_states(generation: Any, asynchronous: bool) -> None:
-    """A rejected draft has no hidden states. Of four speculative tokens, only those of the two
-    accepted ones remain.
+    """A rejected draft has no hidden states. Of four speculative tokens, only the two accepted ones
+    have hidden states.
     """
     runner = make(generation, asynchronous)
     run(runner, scheduler_output(new=[new_request("r", "all")]))
@@ -320,8 +321,8 @@ def test_a_later_stage_receives_intermediate_tensors(generation: Any) -> None:
 
 @both
 def test_a_finished_request_is_evicted(generation: Any) -> None:
-    """A finished request is evicted when the scheduler output of the following step announces
-    it.
+    """A finished request is evicted when the scheduler output of the following step reports it as
+    finished.
     """
     runner = make(generation)
     run(runner, scheduler_output(new=[new_request("r", "all"), new_request("other", None)]))
@@ -355,7 +356,7 @@ def test_fault_1_under_torchrun_every_stage_returns_hidden_states(
     last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under torchrun, the last stage broadcasts its hidden states to the other stages, because each
-    has its own scheduler.
+    stage has its own scheduler.
     """
     shown: list[torch.Tensor] = []
 
@@ -391,7 +392,8 @@ def test_fault_1_under_torchrun_every_stage_returns_hidden_states(
 def test_fault_2_a_drafter_receives_every_layer_that_it_reads(generation: Any) -> None:
     """A drafter receives every layer that it reads.
 
-    EAGLE-3 reads auxiliary hidden states, so the sampler receives the same state, list and tensors.
+    EAGLE-3 reads auxiliary hidden states, so the sampler receives the original state, list and
+    tensor objects.
     """
     runner = make(generation)
     runner.execute_model(scheduler_output(new=[new_request("r", "all", layers=(1, -1))]))
@@ -405,8 +407,8 @@ def test_fault_2_a_drafter_receives_every_layer_that_it_reads(generation: Any) -
 @both
 @both_ways
 def test_fault_3_other_output_fields_do_not_change(generation: Any, asynchronous: bool) -> None:
-    """Every output field except the pooler output is the object that vLLM created, for example NaN
-    counters.
+    """Every output field except the pooler output, for example the NaN counters, is the object that
+    vLLM created.
     """
     runner = make(generation, asynchronous)
     runner.execute_model(scheduler_output(new=[new_request("r", "all")]))
@@ -441,8 +443,8 @@ def test_fault_4_no_code_of_vllm_is_copied() -> None:
 
 
 def windows(source: str, length: int = 6) -> list[tuple[str, ...]]:
-    """Return every run of `length` lines of code. Short lines, comments and imports are left
-    out.
+    """Return every sequence of `length` consecutive lines of code. Short lines, comments and
+    imports are skipped.
     """
     lines = [line.strip() for line in source.splitlines()]
     lines = [
@@ -481,7 +483,7 @@ def test_fault_5_every_mode_is_documented() -> None:
     assert set(re.findall(r"`(\w+)`", text)) == allowed
 
 
-# The mocked runners have the interface of vLLM's
+# The mocked runners have the same interface as vLLM's
 
 
 def test_the_v1_runner_has_the_attributes_that_the_mixin_uses() -> None:

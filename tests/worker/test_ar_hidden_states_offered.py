@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hidden states that an engine offers.
+"""The layers whose hidden states an engine offers.
 
-The configuration determines them when the model is loaded.
+The engine configuration determines these layers when the model is loaded.
 """
 
 from types import SimpleNamespace
@@ -56,8 +56,8 @@ def test_the_final_layer_and_retained_layers_are_offered(tensor_rank: SimpleName
 def test_a_worker_requires_the_hidden_states_scheduler(
     scheduler: str | None,
 ) -> None:
-    """A worker refuses to start with another scheduler, because clients would receive neither
-    hidden states nor an error.
+    """The worker refuses to start with another scheduler, because clients would then receive
+    neither hidden states nor an error.
     """
     with pytest.raises(ValueError, match=f"ARGPUWorker requires --scheduler-cls {SCHEDULER}$"):
         check_model(config(scheduler))
@@ -82,7 +82,7 @@ def test_tensor_parallel_ranks_copy_only_for_a_scheduler(
 ) -> None:
     """Only the first tensor-parallel rank copies hidden states.
 
-    Under torchrun every rank copies them, because each has a scheduler.
+    Under torchrun, every rank copies hidden states, because each rank has a scheduler.
     """
     tensor_rank.rank_in_group = 1
     assert (
@@ -106,8 +106,8 @@ def test_tensor_parallel_ranks_copy_only_for_a_scheduler(
 def test_unsupported_configurations_state_the_reason(
     tensor_rank: SimpleNamespace, changed: dict[str, Any], named: str
 ) -> None:
-    """A configuration that would omit or shift hidden states refuses requests for them and states
-    the reason.
+    """If hidden states would be missing or shifted in a configuration, requests for hidden states
+    are refused with the reason.
     """
     refusal = module._make_collector(config(**changed), TAPS).refusal
     assert refusal is not None and named in refusal

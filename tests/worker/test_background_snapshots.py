@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Periodic snapshots of a rank.
+"""Periodic snapshots on one rank.
 
-A periodic snapshot is copied between two steps and written in the background, and has the bytes of
+The session is copied between two steps and written in the background. The file is byte-identical to
 an ordinary snapshot.
 """
 
@@ -38,8 +38,8 @@ def test_a_periodic_snapshot_equals_a_snapshot(
     request: pytest.FixtureRequest,
     tmp_path: Path,
 ) -> None:
-    """A periodic snapshot equals an ordinary one bit for bit, for every tensor layout, and only its
-    owner may read it.
+    """A periodic snapshot is bit-identical to an ordinary one, for every tensor layout, and only
+    the file's owner may read it.
     """
     worker = Worker(make_runner(request.getfixturevalue(family), {"model": options}))
     for index in range(3):
@@ -55,8 +55,8 @@ def test_a_periodic_snapshot_equals_a_snapshot(
 def test_chunks_generated_during_the_write_are_not_in_the_file(
     null_world: Path, make_runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file contains the session at the time of the copy, although the engine continues while
-    the thread writes.
+    """The file contains the session as it was at the time of the copy, although the engine
+    continues while the thread writes.
     """
     may_write, write_bytes = threading.Event(), module.write_bytes
 
@@ -114,9 +114,9 @@ def test_a_failed_write_raises_and_leaves_no_file(
 
 
 def test_the_staging_buffer_is_reused(null_world: Path, make_runner: Any, tmp_path: Path) -> None:
-    """The staging buffer is reused and has the size of the largest session so far.
+    """The staging buffer is reused and is as large as the largest session so far.
 
-    Allocating new pages would cost more than the copy.
+    Allocating new memory pages would take longer than the copy.
     """
     worker = Worker(make_runner(null_world))
     held = []
@@ -131,7 +131,7 @@ def test_the_staging_buffer_is_reused(null_world: Path, make_runner: Any, tmp_pa
 
 def test_unaligned_tensors_are_copied(null_world: Path, make_runner: Any, tmp_path: Path) -> None:
     """Tensors at unaligned addresses are copied correctly. In this test, three uint8 values precede
-    floats.
+    float values.
     """
     background = Worker(make_runner(null_world)).background
     odd, floats = torch.tensor([1, 2, 3], dtype=torch.uint8), torch.arange(6.0).view(2, 3)
@@ -145,8 +145,8 @@ def test_unaligned_tensors_are_copied(null_world: Path, make_runner: Any, tmp_pa
 def test_a_write_costs_processor_time_only_on_a_cpu(
     null_world: Path, make_runner: Any, tmp_path: Path
 ) -> None:
-    """On a CPU, a write costs the thread's processor time without waits for the disk. On a GPU, it
-    costs none.
+    """The reported cost of a write on a CPU is the writer thread's processor time, which excludes
+    waiting for the disk. On a GPU, the reported cost is zero.
     """
     background, path = Worker(make_runner(null_world)).background, tmp_path / "a"
     background._copy({"bytes": torch.ones(1 << 20, dtype=torch.uint8)})

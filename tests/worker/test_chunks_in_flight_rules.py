@@ -20,7 +20,9 @@ PREDECESSOR = (
 
 
 class Sessions:
-    """Requests of sessions that have `committed` chunks. `start` assigns a chunk to a request."""
+    """Requests of sessions that each have `committed` committed chunks. `start` assigns a chunk to
+    a request.
+    """
 
     def __init__(self, limit: int, committed: int = 5) -> None:
         self.flights = ChunksInFlight(limit)
@@ -28,7 +30,9 @@ class Sessions:
         self._committed = committed
 
     def send(self, name: str, index: int | None = None) -> RequestState:
-        """Return a request without a chunk. The first letter of its name is the session."""
+        """Return a request without a chunk. The first letter of the request's name is the name of
+        its session.
+        """
         return RequestState(name, DiffusionParams(session_id=name[0], chunk_index=index), {})
 
     def start(self, name: str, step: int = 0, index: int = 0, after: Any = None) -> RequestState:
@@ -65,8 +69,8 @@ def failure_of(state: RequestState) -> tuple[str, str] | None:
 def test_a_chunk_runs_lag_steps_after_its_predecessor(
     first: int, second: int, after: int, waiting: str
 ) -> None:
-    """A chunk stays `lag_steps` steps behind its predecessor, until the predecessor has taken all
-    of its steps.
+    """A chunk stays `lag_steps` steps behind its predecessor until the predecessor has run all of
+    its steps.
     """
     runs = Sessions(3)
     runs.flights.order.lag_steps = after
@@ -75,8 +79,8 @@ def test_a_chunk_runs_lag_steps_after_its_predecessor(
 
 
 def test_a_chunk_starts_after_the_last_chunk_of_its_session() -> None:
-    """Up to the limit, a chunk starts after the latest chunk of its session. Chunks of other
-    sessions do not count.
+    """Up to the limit on chunks in flight, a chunk starts after the latest chunk of its session.
+    Chunks of other sessions do not count towards the limit.
     """
     runs = Sessions(3)
     one = runs.start("s1", 2)
@@ -91,8 +95,8 @@ def test_a_chunk_starts_after_the_last_chunk_of_its_session() -> None:
 
 
 def test_one_chunk_of_a_session_starts_per_step() -> None:
-    """In each step, a session starts only the chunk with the lowest index, at any position in the
-    batch.
+    """In each step, a session starts only its chunk with the lowest index, whatever the chunk's
+    position in the batch.
 
     Requests without an index follow in order of arrival.
     """
@@ -112,8 +116,8 @@ def test_one_chunk_of_a_session_starts_per_step() -> None:
 
 
 def test_the_first_chunk_of_a_session_runs_alone() -> None:
-    """The first chunk of a session runs by itself, because later chunks have no session before it
-    is committed.
+    """The first chunk of a session runs by itself, because the session does not exist for later
+    chunks until this chunk is committed.
     """
     runs = Sessions(3, committed=0)
     one = runs.start("s0", 3)

@@ -29,7 +29,7 @@ def chunk(request_id: str, index: int, **options: Any) -> Any:
 
 
 def count(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record the order of the model's calls from now on."""
+    """Record the names of the model's calls, in order, from now on."""
     calls: list[str] = []
 
     def noted(name: str) -> Callable[..., Any]:
@@ -69,8 +69,8 @@ def test_the_decode_is_launched_in_the_last_denoise_step(
 ) -> None:
     """The decode is launched in the same engine step as the last denoise step.
 
-    On the host, launching a decode and a clean-context pass takes longer than the decode takes on
-    the device.
+    The reason is that launching a decode and a clean-context pass from the host takes longer than
+    running the decode on the device.
     """
     runner = make_runner(null_world)
     calls = count(runner, monkeypatch)
@@ -84,8 +84,8 @@ def test_the_decode_is_launched_in_the_last_denoise_step(
 def test_the_order_changes_no_bit(
     family: str, make_runner: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frames and session state of three chunks equal those of a decode after the clean-context pass
-    bit for bit.
+    """The frames and session states of three chunks are bit-identical to those of a decode that
+    runs after the clean-context pass.
     """
     model = request.getfixturevalue(family)
     found = []
@@ -139,8 +139,8 @@ def test_a_failed_clean_pass_fails_the_chunk(
 def test_a_failed_decode_fails_the_chunk_after_its_clean_pass(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
-    """If the decode fails, the clean-context pass still runs, because other ranks take part in it,
-    and nothing is committed.
+    """If the decode fails, nothing is committed. The clean-context pass still runs, because other
+    ranks take part in it.
     """
     runner = make_runner(null_world, {"overlap_decode": overlap})
     run_to_end(runner, chunk("first", 0))
@@ -190,7 +190,7 @@ def test_a_result_does_not_wait_for_later_work() -> None:
     """The host receives a result while the clean-context pass is still running on the same CUDA
     stream.
 
-    The timings therefore exclude that pass.
+    The reported timings therefore exclude the clean-context pass.
     """
     from vllm_omni.model_executor.device_async import StageTimer
     from vllm_omni.model_executor.interfaces import DiffusionRequest
@@ -236,8 +236,8 @@ def test_a_shared_decode_requires_all_ranks(
 
 
 def test_an_error_in_a_shared_decode_stops_the_engine(make_runner: Any, null_world: Path) -> None:
-    """An error in a shared decode is raised by the runner, because other ranks are waiting in the
-    collectives of the decode.
+    """The runner raises an error that occurs in a shared decode, because other ranks are waiting in
+    the collectives of that decode.
     """
     runner = make_runner(null_world)
     runner.chunk_end.shares_decode = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of chunks that share a decode, and failures of a shared decode, with a mocked model."""
+"""Groups of chunks that share a decode, and failures of shared decodes, with a mocked model."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,8 @@ class Model:
     """A mock of a model that decodes chunks with the same prompt together.
 
     Args:
-        most: Maximum number of chunks in a shared decode, by request.
+        most: Maximum number of chunks that may share a decode with a given request's chunk, by
+            request.
         fails: Prompt for which a shared decode raises.
     """
 
@@ -45,7 +46,9 @@ class Model:
 
 
 def states(letters: str) -> list[RequestState]:
-    """Return the states of chunks 0, 1, 2, ..., which started one second apart."""
+    """Return request states for chunks 0, 1, 2, ..., which started one second apart. Each letter is
+    a chunk's prompt.
+    """
     found = []
     for number, letter in enumerate(letters):
         params = DiffusionParams(session_id=f"s{number}", prompt=letter)
@@ -78,7 +81,7 @@ def chunk_end(model: Any, *, decodes: bool = True) -> ChunkEnd:
 def test_compatible_chunks_share_a_decode(letters: str, most: list[int], groups: list[str]) -> None:
     """A group contains at most as many chunks as each of its chunks allows.
 
-    A chunk that remains is later decoded by itself.
+    A chunk that remains without a group is later decoded by itself.
     """
     model = Model({str(number): each for number, each in enumerate(most)})
     chunks = states(letters)
@@ -97,7 +100,7 @@ def test_compatible_chunks_share_a_decode(letters: str, most: list[int], groups:
 
 
 def test_every_result_reports_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The total time of a chunk counts from its own start, even if its decode is shared."""
+    """The total time of a chunk is measured from its own start, even if its decode is shared."""
     chunks = states("aaa")
     chunk_end(Model(dict.fromkeys("012", 4))).decode_together(chunks)
     monkeypatch.setattr(
@@ -127,7 +130,7 @@ def test_failed_and_decoded_chunks_are_not_decoded_again() -> None:
 def test_a_failed_shared_decode_does_not_affect_other_groups(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The chunks of a failed shared decode are later decoded one at a time, and other groups are
+    """If a shared decode fails, its chunks are later decoded one at a time, and other groups are
     unaffected.
 
     The reason of the failure is logged.
@@ -146,9 +149,10 @@ MIB = 1 << 20
 
 
 def test_results_beyond_one_message_wait_for_later_steps() -> None:
-    """Results beyond the 20 MiB of a message wait for later steps.
+    """Results that exceed the limit of 20 MiB per message are sent in later steps.
 
-    A single larger result is still sent, and small results fill the remaining space.
+    A single result above the limit is still sent, and small results fill the remaining space in a
+    message.
     """
     sizes = {"0": 12 * MIB, "1": 12 * MIB, "2": 8 * MIB, "3": 1}
     outputs = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}

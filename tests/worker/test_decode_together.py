@@ -24,8 +24,8 @@ size.
 
 
 def chunk(family: str, name: str, index: int) -> Any:
-    """Return the request for chunk `index` of session `name`. A first chunk has the inputs that its
-    model family requires.
+    """Return the request for chunk `index` of session `name`. The request for a first chunk has the
+    inputs that its model family requires.
     """
     first: dict[str, Any] = {"prompt": f"field {name}", "seed": ord(name)} if index == 0 else {}
     if index == 0 and family == "causal_wan":
@@ -38,7 +38,7 @@ def chunk(family: str, name: str, index: int) -> Any:
 
 
 def shared_decodes(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the number of chunks of each shared decode from now on."""
+    """Record the number of chunks in each shared decode from now on."""
     found: list[int] = []
     shared = runner.model.post_decode_together
 
@@ -130,8 +130,8 @@ def test_bit_exact_sessions_share_no_decode(
 def test_chunks_of_a_failed_shared_decode_are_decoded_alone(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a shared decode fails, each chunk is decoded by itself. If this also fails, the chunk's
-    session does not change.
+    """After a shared decode fails, each of its chunks is decoded by itself. If this decode also
+    fails, the chunk's session does not change.
     """
     play(runner, "lingbot_world", together=True, chunks=1)
     alone = runner.model.post_decode
@@ -179,8 +179,8 @@ def test_latents_that_are_not_finite_fail_only_their_session(
 def test_a_warm_up_measures_the_largest_shared_decode(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The warm-up decodes `max_sessions` chunks together, so that the session budget excludes this
-    memory.
+    """The warm-up decodes `max_sessions` chunks together, so that the memory of such a decode is
+    not counted as available for sessions.
     """
     found = shared_decodes(runner, monkeypatch)
     warm_up._run_session(runner)

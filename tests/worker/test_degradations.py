@@ -46,11 +46,11 @@ def chunk(
 def test_a_degraded_chunk_has_the_values_of_the_preset_realtime(
     make_runner: Any, checkpoints: dict[str, Path], family: str
 ) -> None:
-    """A stream with the degradations in all chunks equals a stream with the preset `realtime`, bit
-    for bit.
+    """A stream in which every chunk is degraded is bit-identical to a stream with the preset
+    `realtime`.
 
-    The next chunk without degradations has all steps again. Results name the degradations. A
-    degraded chunk keeps the clean-context pass.
+    The next chunk without degradations runs all steps again. Results list the degradations. A
+    degraded chunk still runs its clean-context pass.
     """
     model = {"preset": "realtime", "fp8": False, "context_kv": "clean_pass", **WINDOW}
     fast = make_runner(checkpoints[family], {"model": model})

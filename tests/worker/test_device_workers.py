@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions that the CPU and GPU diffusion workers add to vLLM's workers.
+"""Functions that the CPU and GPU diffusion workers add to vLLM's workers.
 
 The tests cover threads, environment variables, and sessions in sleep mode. They need no GPU.
 """
@@ -28,7 +28,9 @@ CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 @pytest.fixture(autouse=True)
 def unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment without these variables, in which the parent process is not watched."""
+    """Unset the environment variables that these tests check, and do not watch the parent
+    process.
+    """
     for name in ("OMP_NUM_THREADS", *QUEUES, *SEGMENTS, *CONNECTIONS):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -57,9 +59,9 @@ def settings() -> dict[str, str]:
 def test_cores_are_counted_once_and_within_the_quota(
     monkeypatch: pytest.MonkeyPatch, positions: list[tuple[int, int]], quota: int, cores: int
 ) -> None:
-    """Cores are counted once each and within the CPU quota.
+    """Each core is counted only once, and the count does not exceed the CPU quota.
 
-    `positions` are the memory node and the core of each hardware thread.
+    `positions` contains the memory node and the core of each hardware thread.
     """
     from vllm_omni.worker.diffusion import cpu_worker
 
@@ -75,7 +77,7 @@ def test_a_cpu_worker_uses_all_cores_unless_omp_num_threads_is_set(
     monkeypatch: pytest.MonkeyPatch, requested: dict[str, str], set_to: list[int]
 ) -> None:
     """A CPU worker uses all cores unless OMP_NUM_THREADS is set. The number of threads is set
-    before vLLM's worker fixes it.
+    before vLLM's worker makes it unchangeable.
     """
     from vllm_omni.worker.diffusion import cpu_worker
 
@@ -153,9 +155,7 @@ def test_cuda_environment_variables_of_the_user_are_kept(monkeypatch: pytest.Mon
 
 @pytest.fixture
 def sleeper(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A worker on a GPU. `calls` records the calls of the stock worker, its sessions and the
-    device.
-    """
+    """A GPU worker. `calls` records the calls to the stock worker, the sessions and the device."""
     worker = gpu_worker(monkeypatch)
     worker.calls = []
     sessions = SimpleNamespace(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The diffusion runner with scheduler outputs built by hand, on the null world."""
+"""The diffusion runner on the null world, with hand-built scheduler outputs."""
 
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ def latents(result: Any) -> torch.Tensor:
 
 
 def test_a_request_takes_one_engine_step_per_denoise_step(runner: Any) -> None:
-    """A request takes one engine step per denoise step. Only the last one returns an envelope, with
-    metadata and timings.
+    """A request takes one engine step per denoise step. Only the last engine step returns an
+    envelope, which contains metadata and timings.
     """
     results = [execute(runner, step(new=[chunk("r", "s", 0)]))]
     results += [execute(runner, step(running=["r"])) for _ in range(STEPS - 1)]
@@ -56,7 +56,7 @@ def test_a_request_takes_one_engine_step_per_denoise_step(runner: Any) -> None:
 
 
 def test_a_window_is_refused_if_the_model_fixes_it(runner: Any) -> None:
-    """If the model fixes the window, a request for another window is refused and opens no
+    """If the model has a fixed window, a request for another window is refused and opens no
     session.
     """
     [result] = execute(runner, step(new=[chunk("r", "s", 0, window_frames=3)])).values()
@@ -68,8 +68,8 @@ def test_a_window_is_refused_if_the_model_fixes_it(runner: Any) -> None:
 def test_requests_at_different_steps_share_a_step_and_equal_solo_runs(
     runner: Any, make_runner: Any, null_world: Path
 ) -> None:
-    """A request that arrives two steps late joins the batch, and both results equal those of single
-    runs.
+    """A request that arrives two steps later joins the running batch, and both results equal those
+    of requests that run by themselves.
     """
     execute(runner, step(new=[chunk("a", "a", 0, seed=1)]))
     execute(runner, step(running=["a"]))
@@ -85,8 +85,8 @@ def test_requests_at_different_steps_share_a_step_and_equal_solo_runs(
 
 
 def test_an_aborted_chunk_leaves_its_session_byte_identical(runner: Any) -> None:
-    """After an abort in any step, the session is unchanged byte for byte and the same chunk can be
-    requested again.
+    """After an abort in any step, the session is byte-identical to its earlier state, and the same
+    chunk can be requested again.
     """
     run_to_end(runner, chunk("r0", "s", 0))
     before = state_of(runner, "s")
@@ -113,9 +113,10 @@ def test_finishing_an_unknown_request_has_no_effect(runner: Any) -> None:
 def test_a_snapshot_first_applies_results_of_finished_chunks(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before a snapshot, the runner receives only results of finished chunks of the session.
+    """Before a snapshot, the runner receives only the results of the session's finished chunks.
 
-    Results of other sessions, of running chunks, and of requests without a chunk are not received.
+    The runner does not receive results of other sessions, of running chunks, or of requests without
+    a chunk.
     """
     runner = make_runner(null_world, {"overlap_decode": True})
     execute(
@@ -145,7 +146,8 @@ def test_a_snapshot_first_applies_results_of_finished_chunks(
 def test_a_failed_request_affects_no_other(
     runner: Any, make_runner: Any, null_world: Path, options: dict[str, Any], code: str
 ) -> None:
-    """A request that fails affects no other request: the other result equals that of a single run.
+    """A request that fails affects no other request: the other request's result equals that of a
+    run by itself.
 
     The session of the failed request is unchanged. The error does not contain the text of an
     unexpected exception.
@@ -166,7 +168,9 @@ def test_a_failed_request_affects_no_other(
 
 
 def test_a_chunk_out_of_order_is_refused(runner: Any) -> None:
-    """A chunk out of order is refused with the received and the expected index."""
+    """A chunk that arrives out of order is refused, and the error states the received and the
+    expected index.
+    """
     run_to_end(runner, chunk("r0", "s", 0))
     failure = run_to_end(runner, chunk("r5", "s", 5))["r5"]
     assert (
@@ -215,8 +219,8 @@ def test_session_operations(runner: Any) -> None:
 
 
 def test_a_full_server_refuses_new_sessions(make_runner: Any, null_world: Path) -> None:
-    """A request above the limit of sessions fails with `capacity`, and no active session is evicted
-    for it.
+    """A request that would exceed the session limit fails with `capacity`, and no active session is
+    evicted for it.
     """
     runner = make_runner(null_world, {"max_sessions": 2})
     run_to_end(runner, chunk("a", "a", 0), chunk("b", "b", 0))
@@ -241,8 +245,8 @@ def test_sessions_are_bounded_in_bytes(make_runner: Any, null_world: Path) -> No
 def test_the_stock_scheduler_gets_whole_chunks(
     make_runner: Any, null_world: Path, runner: Any
 ) -> None:
-    """Without `StreamBatchScheduler`, one engine step generates a whole chunk, with equal
-    results.
+    """Without `StreamBatchScheduler`, one engine step generates a whole chunk, and the results are
+    the same.
     """
     stock = make_runner(null_world, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
     result = execute(stock, step(new=[chunk("r", "s", 0), chunk("q", "s", 1)]))
@@ -254,7 +258,7 @@ def test_the_stock_scheduler_gets_whole_chunks(
 def test_a_stage_passes_tensors_from_the_previous_one_to_the_next(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A role receives the tensors of the previous stage, and the tensors that it returns are sent
+    """A role receives the previous stage's tensors, and the tensors that the role returns are sent
     to the next stage.
     """
     received, sent, seen = IntermediateTensors({}), IntermediateTensors({}), []
@@ -311,7 +315,7 @@ def test_an_exception_in_a_shared_forward_fails_only_its_request(
 ) -> None:
     """With `batch_invariant` false, an exception in a shared forward pass fails only one request.
 
-    The other requests of the forward pass finish with the results of single runs.
+    The other requests in that forward pass finish with the same results as in runs by themselves.
     """
     runner = make_runner(null_world, {"batch_invariant": False})
     sizes: list[int] = []
@@ -359,8 +363,8 @@ def test_an_error_of_the_model_reaches_the_client(
 
 
 def test_a_retried_first_chunk_keeps_its_session(runner: Any) -> None:
-    """A client may retry a first chunk before the scheduler has released the failed request, and
-    the session is retained.
+    """A client may retry a first chunk before the scheduler has released the failed request.
+    Releasing that request does not close the session of the retry.
     """
     failed = execute(runner, step(new=[chunk("r", "s", 0, options={"fail_in": "prepare"})]))["r"]
     assert isinstance(failed, RequestFailed) and "s" not in runner.sessions
@@ -403,8 +407,8 @@ def test_a_one_shot_session_ends_with_its_request(runner: Any, ending: str) -> N
 
 
 def test_a_one_shot_request_refuses_a_live_session(runner: Any) -> None:
-    """A one-shot request for an existing session is refused, because its end would close that
-    session.
+    """A one-shot request for an existing session is refused, because the session would be closed at
+    the end of the request.
     """
     run_to_end(runner, chunk("a", "s", 0))
     before = state_of(runner, "s")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--load-format dummy` with quantization starts without a weight file of the transformer."""
+"""With quantization, `--load-format dummy` starts without a weight file for the transformer."""
 
 from collections.abc import Callable
 from pathlib import Path

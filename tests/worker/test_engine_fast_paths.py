@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fast paths of a loaded model: those of its components, and those that its options require."""
+"""The fast paths that a loaded model reports: those of its components, and those that its options
+select.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,14 +38,16 @@ def test_parts_of_a_model_report_their_choices(make_runner: MakeRunner, causal_w
 def test_attention_over_fp8_needs_fp8_keys_and_values(
     make_runner: MakeRunner, causal_wan: Path, options: dict[str, str], reason: str
 ) -> None:
-    """A fast path that no option selects is off, and its reason says so on every machine."""
+    """A fast path that no option selects is reported as off, with this reason, on every machine."""
     assert reason in paths_of(make_runner(causal_wan, **options))["cudnn_fp8_attention"].reason
 
 
 def test_layers_with_fp8_weights_name_the_kernel_of_vllm(
     make_runner: MakeRunner, causal_wan: Path
 ) -> None:
-    """Layers with FP8 weights report vLLM's kernel, which is a different one on CPUs and GPUs."""
+    """Layers with FP8 weights report the vLLM kernel that they use, which differs between CPUs and
+    GPUs.
+    """
     precision = {"dtype": "bfloat16", "quantization": "fp8_per_channel"}
     plain = paths_of(make_runner(causal_wan))
     quantized = paths_of(make_runner(causal_wan, **precision))

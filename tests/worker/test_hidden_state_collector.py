@@ -22,7 +22,7 @@ def make_collector(**options: Any) -> HiddenStateCollector:
 
 
 def hidden(num_rows: int, layer: int = LAYERS) -> torch.Tensor:
-    """Return hidden states in which every value of token i of layer k is 100 k + i."""
+    """Return hidden states in which every value for token i in layer k is 100 k + i."""
     return (100.0 * layer + torch.arange(num_rows))[:, None].expand(num_rows, WIDTH).clone()
 
 
@@ -51,7 +51,7 @@ def take(
     for count in counts:
         offsets.append(offsets[-1] + count)
     names = [f"r{i}" for i in range(len(counts))]
-    # The last 3 tokens are padding, as data parallelism and CUDA graphs add it.
+    # The last 3 tokens are padding, which data parallelism and CUDA graphs add to a batch.
     step = StepHiddenStates(names, offsets, computed, drafts or {}, sources(offsets[-1] + 3))
     entries = collector.copy_step(step).attach_to_output(output(sampled)).pooler_output
     assert entries is None or len(entries) == len(counts)
@@ -71,8 +71,8 @@ def test_requests_without_hidden_states_are_ignored() -> None:
 
 
 def test_mode_all_returns_every_scheduled_token() -> None:
-    """In mode `all`, each scheduled token yields its hidden states. Requests without hidden states
-    yield none.
+    """In mode `all`, the hidden states of every scheduled token are returned. Requests that ask for
+    no hidden states get none.
     """
     collector = make_collector()
     collector.update(scheduler_output(new=[new_request("r1", "all", prompt_len=5)]))
@@ -103,8 +103,8 @@ def test_mode_generated_after_a_preemption() -> None:
 
 
 def test_mode_last_returns_one_token_per_step() -> None:
-    """In mode `last`, every step yields its last token, except for prefill chunks before the last
-    one.
+    """In mode `last`, every step returns the hidden states of its last token, except for prefill
+    chunks before the last chunk.
     """
     collector = make_collector()
     collector.update(scheduler_output(new=[new_request("r0", "last", prompt_len=5)]))
@@ -125,8 +125,8 @@ def test_mode_last_returns_one_token_per_step() -> None:
 def test_hidden_states_of_rejected_drafts_are_dropped(
     mode: str, sampled: list[int], expected: list[Any]
 ) -> None:
-    """Hidden states of rejected drafts are dropped: a step with three drafts that samples n tokens
-    has accepted n - 1 of them.
+    """Hidden states of rejected drafts are dropped. If a step with three drafts samples n tokens,
+    it has accepted n - 1 of the drafts.
     """
     collector = make_collector()
     collector.update(scheduler_output(new=[new_request("r0", mode, prompt_len=5)]))
@@ -164,7 +164,7 @@ def test_layers_are_returned_in_the_requested_order() -> None:
 
 
 def test_requests_of_one_copy_get_their_own_hidden_states() -> None:
-    """Requests that share a copy each get their own hidden states.
+    """Requests whose hidden states are copied together each get their own hidden states.
 
     The batch starts with a request without hidden states, so that no offset is zero.
     """
@@ -188,8 +188,8 @@ def test_requests_of_one_copy_get_their_own_hidden_states() -> None:
     ],
 )
 def test_a_refused_request_affects_no_other(requested: Any, code: str, named: str) -> None:
-    """A refused request has its error in its own entry, and other requests get their hidden
-    states.
+    """The error of a refused request is in that request's own entry, and other requests get their
+    hidden states.
     """
     collector = make_collector()
     bad = new_request(
@@ -207,8 +207,8 @@ def test_a_refused_request_affects_no_other(requested: Any, code: str, named: st
 
 
 def test_an_unsupported_configuration_refuses_every_request() -> None:
-    """In an unsupported configuration, every request for hidden states gets the collector's
-    refusal.
+    """In an unsupported configuration, every request for hidden states is refused with the
+    collector's error.
     """
     collector = make_collector(refusal="not with this option")
     collector.update(scheduler_output(new=[new_request("r0", "all")]))
@@ -219,8 +219,8 @@ def test_an_unsupported_configuration_refuses_every_request() -> None:
 
 
 def test_ranks_without_a_reader_copy_nothing() -> None:
-    """Tensor-parallel ranks other than the first one copy no hidden states and only track the
-    requests.
+    """Tensor-parallel ranks other than the first one track the requests but copy no hidden
+    states.
     """
     collector = make_collector(copies=False)
     collector.update(scheduler_output(new=[new_request("r0", "all", prompt_len=2)]))

@@ -52,8 +52,8 @@ def test_without_options_the_model_is_unchanged(vllm_config: VllmConfig, model: 
 def test_layers_are_retained_in_the_order_of_the_model(vllm_config: VllmConfig, model: Any) -> None:
     """Layers are retained in the order of the model.
 
-    Layers may be requested in any order and repeatedly. The last layer may be requested too and
-    needs no tap.
+    Layers may be requested in any order and more than once. The last layer may also be requested;
+    it needs no tap.
     """
     taps = LayerTaps.install(
         with_layers(vllm_config, 3, 0, 3, BLOCKS), model, drafter_reads_layers=False
@@ -69,7 +69,9 @@ def test_layers_are_retained_in_the_order_of_the_model(vllm_config: VllmConfig, 
 
 
 def test_only_the_layers_of_a_drafter_can_be_requested(vllm_config: VllmConfig, model: Any) -> None:
-    """With a drafter, only its layers can be requested, because it reads every returned layer."""
+    """With a drafter, only the layers that the drafter uses can be requested, because it reads
+    every layer that the model returns.
+    """
     model.set_aux_hidden_state_layers((1, 2))
     taps = LayerTaps.install(with_layers(vllm_config, 2), model, drafter_reads_layers=True)
     assert taps == LayerTaps(
@@ -86,7 +88,7 @@ def test_only_the_layers_of_a_drafter_can_be_requested(vllm_config: VllmConfig, 
 def test_a_drafter_that_would_read_the_taps_is_refused(
     vllm_config: VllmConfig, model: Any, method: str
 ) -> None:
-    """A drafter that would read the tapped layers as its own is refused."""
+    """A drafter that would mistake the tapped layers for its own inputs is refused."""
     with pytest.raises(ValueError, match=f"{method}.*ngram"):
         LayerTaps.install(
             with_layers(vllm_config, 1, method=method), model, drafter_reads_layers=False

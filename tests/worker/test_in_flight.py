@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner with several chunks of one session in flight, with scheduler outputs built by hand."""
+"""The runner with several chunks of one session in flight and hand-built scheduler outputs."""
 
 from pathlib import Path
 from typing import Any
@@ -62,8 +62,8 @@ def expected(make_runner: Any, causal_wan: Path) -> list[torch.Tensor]:
 
 
 def test_chunks_in_flight_end_in_order(runner: Any) -> None:
-    """Chunks in flight end in order: each advances by one step, and the output names the chunk that
-    was committed.
+    """Chunks in flight end in order: each chunk advances by one step per engine step, and the
+    output names the chunk that was committed.
     """
     started(runner)
     for names in (["s1", "s2", "s3"], ["s2", "s3"], ["s3"]):
@@ -82,8 +82,8 @@ def test_chunks_in_flight_end_in_order(runner: Any) -> None:
 
 
 def test_a_batch_may_contain_waiting_chunks(runner: Any, expected: list[torch.Tensor]) -> None:
-    """Chunks that may not run yet wait in the batch. Successors of a first chunk wait for its
-    session.
+    """Chunks that may not run yet wait in the batch. Successors of a first chunk wait until the
+    session exists.
     """
     results: dict[str, Any] = execute(runner, step(new=[chunk(0), chunk(1), chunk(2)]))
     assert results == {"s0": None, "s1": None, "s2": None}
@@ -171,7 +171,7 @@ def test_successors_started_by_an_earlier_stage_run_and_are_discarded(
 
 def test_a_chunk_that_is_not_next_is_refused(runner: Any) -> None:
     """A chunk that is not the next one is refused, and other chunks are unaffected. Chunks in
-    flight count for the index.
+    flight count when the next index is determined.
     """
     started(runner)
     outcome = execute(runner, step(new=[chunk(3, "twice")], running=["s1", "s2", "s3"]))
@@ -184,7 +184,9 @@ def test_a_chunk_that_is_not_next_is_refused(runner: Any) -> None:
 def test_models_without_chunks_in_flight_are_refused(
     make_runner: Any, causal_wan: Path, null_world: Path
 ) -> None:
-    """If a model cannot have several chunks in flight, the option is refused with the reason."""
+    """If a model does not support several chunks in flight, the option is refused with the
+    reason.
+    """
     with pytest.raises(ValueError, match="cache 'strict' shows a chunk the clean chunk before it"):
         make_runner(causal_wan, {"chunks_in_flight": 2})
     with pytest.raises(ValueError, match="its next chunk needs the previous one complete"):

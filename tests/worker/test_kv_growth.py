@@ -18,12 +18,15 @@ from vllm_omni.model_executor.models.capabilities import Refusals, check_refusal
 from vllm_omni.outputs import RequestFailed
 
 WINDOW = {"window_frames": 36, "sink_frames": 3}
-"""A window of 36 latent frames, so that pages of 4 KiB matter little.
+"""A window of 36 latent frames, so that rounding to 4 KiB memory pages matters little.
 
-A frame takes up 1.5 KiB in each row of the buffer, which holds the keys or the values of a layer.
+The buffer has one row for the keys and one for the values of each layer. A frame takes up 1.5 KiB
+in each row.
 """
 FIRST_FRAMES = 6
-"""Frames for which a session has memory at its start: a chunk and the preceding chunk."""
+"""Number of latent frames for which a session initially has memory: those of a chunk and the
+preceding chunk.
+"""
 
 
 @pytest.fixture
@@ -71,9 +74,9 @@ def test_results_equal_those_of_full_windows(
     count: int,
     make_worker: Callable[..., Worker],
 ) -> None:
-    """Results equal those of full windows bit for bit, even after the window is full.
+    """Results are bit-identical to those of fully allocated windows, even after the window is full.
 
-    The same holds for a fork and for the content of a snapshot.
+    This is also true for the results of a fork and the content of a snapshot.
     """
     growing = make_worker(family, **dict(omni))
     full = make_worker(family, kv_growth=False, **dict(omni))
@@ -98,10 +101,10 @@ def test_results_equal_those_of_full_windows(
 def test_a_session_counts_with_the_frames_that_it_has(
     make_worker: Callable[..., Worker],
 ) -> None:
-    """A session counts with the memory of the frames that it has: at its creation and after each
-    chunk.
+    """A session counts with the memory that is allocated for its frames, both at its creation and
+    after each chunk.
 
-    A closed session does not count.
+    A closed session counts as zero bytes.
     """
     growing, full = make_worker(), make_worker(kv_growth=False)
     first, most = session_bytes(growing), session_bytes(full)
@@ -118,8 +121,8 @@ def test_a_session_counts_with_the_frames_that_it_has(
 
 
 def test_more_short_sessions_fit(make_worker: Callable[..., Worker]) -> None:
-    """More short sessions fit into the same memory. When all windows are allocated in full, a new
-    session is refused earlier.
+    """More short sessions fit into the same memory than with fully allocated windows, with which
+    new sessions are refused earlier.
     """
     for kv_growth, fitting in ((False, 2), (True, 3)):
         worker = make_worker(kv_growth=kv_growth, max_session_bytes=2_000_000)
@@ -130,10 +133,11 @@ def test_more_short_sessions_fit(make_worker: Callable[..., Worker]) -> None:
 
 
 def test_a_session_without_memory_keeps_its_window(make_worker: Callable[..., Worker]) -> None:
-    """A session that cannot grow continues with the window that it has reached.
+    """A session whose window cannot grow any more continues with the window size that it has
+    reached.
 
-    The session equals, bit for bit, one that was opened with this window. Its results report the
-    shorter window, the log reports it once, and other sessions are not affected.
+    The session is bit-identical to one that was opened with this window size. Its results report
+    the shorter window, a log line reports it once, and other sessions are not affected.
     """
     budget = 2 * session_bytes(make_worker()) + 2**16
     worker, roomy = make_worker(max_session_bytes=budget), make_worker(kv_growth=False)
@@ -170,9 +174,10 @@ def test_a_session_without_memory_keeps_its_window(make_worker: Callable[..., Wo
 def test_a_shortened_session_can_be_copied_and_moved(
     make_worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
-    """A fork or a restored copy of a shortened session has the window that the session has reached.
+    """A fork or a restored copy of a session with a shortened window has the same window size as
+    the session.
 
-    The restoring server may be one with full windows.
+    The server that restores it may be one that allocates full windows.
     """
     worker, there = make_worker(), make_worker(kv_growth=False)
     worker.runner.sessions.max_bytes = session_bytes(worker) + 2**16
@@ -194,7 +199,7 @@ def test_a_shortened_session_can_be_copied_and_moved(
 def test_a_restored_session_has_the_memory_of_its_frames(
     make_worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
-    """A restored session has the memory of its frames and continues bit for bit.
+    """A restored session has memory for its own frames only, and continues bit for bit.
 
     If this memory does not fit, the session is refused.
     """
@@ -214,8 +219,8 @@ def test_a_restored_session_has_the_memory_of_its_frames(
 def test_an_idle_session_is_closed_for_a_window_that_grows(
     make_worker: Callable[..., Worker],
 ) -> None:
-    """To let a window grow, an idle session is closed, as it is for a new session. A session in use
-    is not closed.
+    """An idle session is closed to make room for a growing window, as for a new session. A session
+    in use is not closed.
     """
     budget = 2 * session_bytes(make_worker()) + 2**14
     worker = make_worker(max_session_bytes=budget)
@@ -231,8 +236,8 @@ def test_an_idle_session_is_closed_for_a_window_that_grows(
 def test_ranks_use_the_shortest_of_their_windows(
     make_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All ranks use the shortest of their windows. In this test, another rank has memory for only
-    12 frames, and this rank has already allocated more.
+    """All ranks use the size of the shortest window of any rank. In this test, another rank has
+    memory for only 12 frames, and this rank has already allocated more.
     """
     worker = make_worker()
     monkeypatch.setattr(
@@ -250,9 +255,9 @@ def test_sink_frames_stay_as_far_as_there_is_room(
     make_worker: Callable[..., Worker],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As many sink frames are retained as fit next to a chunk and the preceding chunk.
+    """A session retains as many sink frames as fit in addition to a chunk and the preceding chunk.
 
-    The session equals one that was opened with these numbers.
+    The session equals one that was opened with the same numbers of window and sink frames.
     """
     worker, roomy = make_worker(), make_worker(kv_growth=False)
     monkeypatch.setattr(
@@ -269,8 +274,8 @@ def test_sink_frames_stay_as_far_as_there_is_room(
 def test_a_failed_chunk_leaves_the_session_as_it_was(
     make_worker: Callable[..., Worker],
 ) -> None:
-    """A failed chunk leaves the session unchanged, except for allocated memory, which the next
-    chunk uses.
+    """A failed chunk leaves the session unchanged, except for newly allocated memory, which the
+    next chunk uses.
     """
     worker, full = make_worker(), make_worker(kv_growth=False)
     for index in range(5):
@@ -289,8 +294,8 @@ def test_a_model_with_a_fixed_window_refuses_it_at_start() -> None:
 
 
 def test_pipeline_stages_refuse_it_at_start() -> None:
-    """Pipeline stages refuse `omni.kv_growth` at start, because the windows of the stages could
-    differ in length.
+    """With pipeline stages, `omni.kv_growth` is refused at start, because the windows of the stages
+    could differ in length.
     """
     with pytest.raises(ValueError, match="stages of a pipeline cannot agree"):
         OmniConfig(kv_growth=True).check_stages(2)

@@ -16,10 +16,10 @@ from vllm_omni.tensors import file_io
 from vllm_omni.tensors.digests import tensor_digests
 
 STAGED_DAILY = ("world, ring and sinks", "game, windows of trunk, mouse and keyboard")
-"""Cases that `make test` also copies through staging buffers.
+"""Cases in which `make test` also copies sessions through staging buffers.
 
-The buffers do not depend on the model. tests/test_tensor_bytes.py tests them for every layout and
-dtype.
+Two cases suffice, because the staging buffers do not depend on the model.
+tests/test_tensor_bytes.py tests them for every layout and dtype.
 """
 
 
@@ -34,8 +34,8 @@ def pair(make_runner: Any, request: pytest.FixtureRequest) -> Callable[..., tupl
 
 
 def copied_ahead(pair: Any, path: Path) -> tuple[Worker, Worker]:
-    """Generate four chunks of session `a`, copy it, and restore the first version as session `b` of
-    the second worker.
+    """Generate four chunks of session `a`, write the first version of its copy, and restore it as
+    session `b` on the second worker.
     """
     here, there = pair("lingbot_world", SMALL)
     for index in range(4):
@@ -61,13 +61,13 @@ def copied_ahead(pair: Any, path: Path) -> tuple[Worker, Worker]:
 def test_a_session_is_copied_while_it_plays(
     case: str, staged: bool, pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A session is copied while it runs: the other runner restores a first version and two later
-    ones.
+    """A session is copied while it runs: the other runner restores a first version of the copy and
+    applies two later versions.
 
-    Chunks run between the versions. At the end, both sessions have equal state and generate equal
-    chunks, and the file by itself is a complete snapshot.
+    Chunks run between the versions. At the end, both sessions have the same state and generate the
+    same chunks, and the file by itself is a complete snapshot.
     """
-    if staged:  # Tensors in host memory are then copied like those in device memory.
+    if staged:  # Copy tensors in host memory like those in device memory.
         monkeypatch.setattr(file_io, "_passes_staging", lambda tensor: True)
     family, model, chunk, chunks = CASES[case]
     here, there = pair(family, model)
@@ -99,7 +99,7 @@ def test_what_a_chunk_tears_is_mended_by_the_next_version(pair: Any, tmp_path: P
     """If a chunk runs while a version is written, that version is incomplete, and a later version
     completes it.
 
-    The chunk replaces the oldest frames of the window.
+    In this test, the chunk replaces the oldest frames of the window.
     """
     path = tmp_path / "a"
     here, there = copied_ahead(pair, path)
@@ -123,8 +123,8 @@ def test_what_a_chunk_tears_is_mended_by_the_next_version(pair: Any, tmp_path: P
 
 
 def test_only_what_has_changed_is_written(pair: Any, tmp_path: Path) -> None:
-    """Only changed data are written again, because frames that stay in the window keep their place
-    in the file.
+    """A later version writes only data that has changed, because frames that stay in the window
+    keep their position in the file.
     """
     here, _ = pair("lingbot_world", SMALL)
     path = tmp_path / "a"
@@ -141,8 +141,8 @@ def test_only_what_has_changed_is_written(pair: Any, tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_damage_is_noticed(pair: Any, tmp_path: Path) -> None:
-    """Data that are damaged in memory are read again from the file. If the file itself is damaged,
-    the copy is closed.
+    """Data of the copy that is damaged in memory is read again from the file. If the file itself is
+    damaged, the copy is closed.
     """
     path = tmp_path / "a"
     here, there = copied_ahead(pair, path)
@@ -203,8 +203,8 @@ def test_a_session_that_was_started_anew_is_not_updated(pair: Any, tmp_path: Pat
 
 
 def test_a_chunk_between_the_two_calls_is_noticed(pair: Any, tmp_path: Path) -> None:
-    """A chunk that runs between the two calls of the last version fails it, because that version
-    must be consistent.
+    """The last version takes two calls. If a chunk runs between them, the copy fails, because the
+    last version must be consistent.
     """
     here, _ = pair("null_world")
     text_chunk(here, "a", 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MemoryBudget` on a mocked GPU that other processes also use."""
+"""`MemoryBudget` on a mocked GPU that is shared with other processes."""
 
 import re
 from types import SimpleNamespace
@@ -20,8 +20,8 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A mocked GPU. This process has 3 GiB of weights, a peak of 5 GiB, and 6 GiB that torch has
-    reserved.
+    """A mocked GPU. This process has 3 GiB of weights and a peak of 5 GiB, and torch has reserved 6
+    GiB for it.
 
     `used` is the number of bytes that all processes use. `taken` contains the sizes requested from
     the allocator.
@@ -62,8 +62,8 @@ def session_bytes(device: SimpleNamespace, used_before: int) -> int:
 
 
 def test_memory_of_other_processes_does_not_reduce_sessions(device: SimpleNamespace) -> None:
-    """A session budget of a tenth of a GPU is the same on an empty GPU and next to an engine that
-    uses 92 GiB.
+    """A session budget of a tenth of the GPU is the same on an otherwise empty GPU and next to an
+    engine that uses 92 GiB.
     """
     device.used = 6 * GIB + GIB
     alone = session_bytes(device, used_before=0)
@@ -73,9 +73,9 @@ def test_memory_of_other_processes_does_not_reduce_sessions(device: SimpleNamesp
 
 
 def test_memory_allocated_after_the_start_counts(device: SimpleNamespace) -> None:
-    """Memory that this rank's libraries allocate outside torch after the start reduces the budget.
+    """Memory that this rank's libraries allocate outside torch after startup reduces the budget.
 
-    Memory that other processes free does not increase it.
+    Memory that other processes free does not increase the budget.
     """
     device.used = 6 * GIB + 92 * GIB
     without = session_bytes(device, used_before=92 * GIB)
@@ -98,7 +98,7 @@ def test_memory_pools_of_cuda_graphs_count(
 
 
 def test_sessions_that_do_not_fit_are_an_error(device: SimpleNamespace) -> None:
-    """If sessions do not fit into memory, an error names the option to raise."""
+    """If sessions do not fit into memory, the error names the option that must be raised."""
     device.used = 6 * GIB + 92 * GIB
     with pytest.raises(ValueError, match="raise --gpu-memory-utilization"):
         session_bytes(device, used_before=80 * GIB)
@@ -107,10 +107,10 @@ def test_sessions_that_do_not_fit_are_an_error(device: SimpleNamespace) -> None:
 def test_a_worker_passes_the_initial_memory_use_to_the_warm_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The worker passes vLLM's memory snapshot from before loading to the warm-up.
+    """The worker passes the memory snapshot that vLLM took before loading to the warm-up.
 
-    The heap is frozen afterwards, as in vLLM's workers, to avoid full garbage collections between
-    requests.
+    After the warm-up, the heap is frozen, as in vLLM's workers, to avoid full garbage collections
+    between requests.
     """
     worker: Any = object.__new__(DiffusionGPUWorker)
     worker.init_snapshot = SimpleNamespace(total_memory=TOTAL, free_memory=TOTAL - 93 * GIB)
@@ -149,7 +149,7 @@ def test_the_memory_of_the_warm_up_stays_reserved(
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the allocator of a GPU")
 def test_a_session_after_the_warm_up_reserves_no_memory() -> None:
-    """A session after the warm-up reuses reserved memory."""
+    """A session that is started after the warm-up reuses the memory that the warm-up reserved."""
     config: Any = SimpleNamespace(
         cache_config=SimpleNamespace(gpu_memory_utilization=0.5, kv_cache_memory_bytes=None)
     )
@@ -165,7 +165,8 @@ def test_a_session_after_the_warm_up_reserves_no_memory() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_kv_cache_memory_bytes_is_the_budget(device: str) -> None:
-    """`--kv-cache-memory-bytes` replaces the share of the device as the budget, as in vLLM.
+    """`--kv-cache-memory-bytes` sets the budget directly instead of as a share of the device
+    memory, as in vLLM.
 
     `omni.max_session_bytes` may lower the budget.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results that are delivered in a step after the chunk's last one (`omni.overlap_decode`).
+"""Results that are delivered in a later step than the chunk's last one (`omni.overlap_decode`).
 
-The tests also cover the pacing of the host.
+The tests also cover how the host paces its launches.
 """
 
 from collections.abc import Callable
@@ -55,8 +55,8 @@ def denoise(runner: Any, request: Any) -> Any:
 def test_the_chunk_is_committed_before_its_result_is_delivered(runner: Any) -> None:
     """A chunk is committed before its result is delivered.
 
-    The last step reports the chunk as denoised, and the next step that contains the request returns
-    the result.
+    The chunk's last step reports the chunk as denoised, and the next step that contains the request
+    returns the result.
     """
     output = denoise(runner, chunk("r", 0))
     assert output.denoised == ("r",) and output.pooler_output == [None]
@@ -68,8 +68,8 @@ def test_the_chunk_is_committed_before_its_result_is_delivered(runner: Any) -> N
 def test_the_next_chunk_starts_in_the_step_that_delivers_the_last(
     runner: Any, make_runner: Any, null_world: Path
 ) -> None:
-    """The next chunk starts in the step that delivers the previous result. Frames equal those of
-    chunks run one at a time.
+    """The next chunk starts in the step that delivers the previous chunk's result. Frames equal
+    those of chunks that run one at a time.
     """
     one_by_one = make_runner(null_world, {"overlap_decode": False})
     expected = [run_to_end(one_by_one, chunk(name, index))[name] for index, name in enumerate("ab")]
@@ -112,8 +112,8 @@ def test_the_stock_scheduler_receives_results_immediately(
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_the_decode_overlaps_later_work() -> None:
-    """Work that is launched after a decode neither delays the copy of the result nor changes the
-    decode's inputs.
+    """Work that is launched after a decode neither delays copying the result to the host nor
+    changes the decode's inputs.
     """
 
     class Slow:
@@ -140,7 +140,7 @@ def test_the_decode_overlaps_later_work() -> None:
 
 
 class Device:
-    """A mock of CUDA events on a device that computes for `step_ms` before each event.
+    """A mock of CUDA events on a device that needs `step_ms` of computation before each event.
 
     Its clock advances only while the host waits.
     """
@@ -204,7 +204,8 @@ class Device:
 def test_the_host_launches_a_step_ahead_and_later_for_long_steps(
     monkeypatch: pytest.MonkeyPatch, step_ms: float, stages: bool, hurry: bool, before_end_ms: float
 ) -> None:
-    """The host launches one step ahead, and later if steps are long, and the device never idles.
+    """The host launches each step while the previous one is running, later if steps are long, and
+    the device never idles.
 
     `before_end_ms` is the time between the launch of the next step and the end of the current one.
     """
@@ -220,14 +221,14 @@ def test_the_host_launches_a_step_ahead_and_later_for_long_steps(
 def test_a_slow_launch_counts_from_the_start_of_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The expected end of a step with a slow launch counts from the step's start.
+    """The expected end of a step with a slow launch is computed from the step's start.
 
     The device starts the step while the host is still launching it.
     """
     device = Device(0.0, monkeypatch)
     pacer = StepPacer(torch.device("cuda"))
     for _ in range(8):
-        device.step_s = 0.06  # the device learns this duration with the first kernel
+        device.step_s = 0.06  # the device uses this duration from the first kernel on
         pacer.launching()
         device.sleep(0.04)
         device.step_s = 0.0
@@ -239,8 +240,8 @@ def test_a_slow_launch_counts_from_the_start_of_the_step(
 def test_the_host_stops_waiting_when_a_step_ends_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """When a step ends early, the host stops waiting. The end of the next step is predicted from
-    the time of its launch.
+    """When a step ends early, the host stops waiting. The end of the next step is then predicted
+    from its launch time.
     """
     device = Device(200.0, monkeypatch)
     pacer = StepPacer(torch.device("cuda"))
@@ -259,11 +260,11 @@ def test_the_host_stops_waiting_when_a_step_ends_early(
 def test_a_long_step_does_not_delay_later_launches(
     monkeypatch: pytest.MonkeyPatch, launch_s: float
 ) -> None:
-    """After a long step, later steps are still launched 10 ms ahead, even if the host notices an
-    end late.
+    """After a long step, later steps are still launched 10 ms ahead, even if the host notices the
+    end of a step late.
 
-    For example, the first step of a chunk also encodes, and the last one shares the device with a
-    decode.
+    Long steps are, for example, the first step of a chunk, which also encodes, and the last one,
+    which shares the device with a decode.
     """
     device = Device(0.0, monkeypatch)
     pacer, leads = StepPacer(torch.device("cuda")), []
@@ -287,7 +288,7 @@ def test_a_long_step_does_not_delay_later_launches(
 def test_the_device_time_of_a_step_is_reported_with_a_later_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The device time of a step is reported with a later step, because it is available only once
+    """The device time of a step is reported with a later step, because it can be measured only once
     the step has ended.
     """
     device = Device(0.0, monkeypatch)
@@ -311,7 +312,7 @@ def test_the_device_time_of_a_step_is_reported_with_a_later_one(
 def test_the_pacer_does_nothing_without_cuda(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without CUDA the pacer creates no events and does not wait."""
+    """Without CUDA, the pacer creates no events and does not wait."""
     made: list[Any] = []
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: made.append(options))
     pacer = StepPacer(torch.device("cpu"))
@@ -338,8 +339,8 @@ def slow_device(runner: Any, monkeypatch: pytest.MonkeyPatch) -> Device:
 def test_a_result_that_arrives_during_the_wait_is_returned_immediately(
     runner: Any, slow_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A result that arrives during the wait is returned with the step that ended its chunk, and not
-    reported as pending.
+    """A result that arrives while the host waits for the device is returned with the step that
+    ended its chunk, and is not reported as pending.
     """
     came_s = 4.5 * slow_device.step_s
     monkeypatch.setattr(PendingResult, "ready", lambda _: slow_device.now_s >= came_s)
@@ -354,8 +355,8 @@ def test_a_result_that_arrives_during_the_wait_is_returned_immediately(
 def test_a_result_without_room_does_not_delay_its_session(
     runner: Any, slow_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A result that does not fit into the message is reported as denoised, so the next chunk of its
-    session may start.
+    """If a result does not fit into the message, its chunk is reported as denoised, so the next
+    chunk of the session may start.
     """
     monkeypatch.setattr("vllm_omni.worker.diffusion.decode._MAX_STEP_BYTES", 1024)
     requests = [new_request(name, session_id=name, prompt="a field", seed=3) for name in "ab"]
@@ -372,8 +373,8 @@ def test_a_result_without_room_does_not_delay_its_session(
 def test_a_ready_result_shortens_the_wait_for_the_device(
     runner: Any, slow_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A ready result shortens the wait for the device, because the client would otherwise receive
-    it a step later.
+    """If a result is ready, the host waits less long for the device, because the client would
+    otherwise receive the result a step later.
     """
     device = slow_device
     monkeypatch.setattr(PendingResult, "ready", lambda _: False)
@@ -413,7 +414,7 @@ def test_a_clean_context_pass_is_launched_during_the_last_denoise_step(
 def test_a_stage_before_the_vae_waits_before_its_step(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rank before the VAE stage waits for the device before each step.
+    """The rank in front of the VAE stage waits for the device before each step.
 
     A step that only fetches results does not wait.
     """
@@ -433,7 +434,7 @@ def test_a_stage_before_the_vae_waits_before_its_step(
             calls.append("launched")
 
     class Alone(BeforeVAE):
-        """A role without a VAE stage to send to. Its micro-step only records the call."""
+        """A role that has no VAE stage to send to. Its micro-step only records the call."""
 
         def __init__(self, parts: Any) -> None:
             super().__init__(parts, EveryStep(parts.model, ends_steps=True))

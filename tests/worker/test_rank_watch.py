@@ -18,7 +18,7 @@ from vllm_omni.runtime.exit_codes import ENGINE_DIED
 
 
 def work(rank: int, size: int, heard: bool, address: str, output: Path, stop: Event) -> None:
-    """Run one rank. The last rank fails while the others wait for it in a collective."""
+    """Run one rank. The last rank fails while the other ranks wait for it in a collective."""
     import torch
     import torch.distributed as dist
     from vllm.distributed import parallel_state
@@ -49,7 +49,7 @@ def work(rank: int, size: int, heard: bool, address: str, output: Path, stop: Ev
 class Ranks:
     """Processes of several ranks, one for each value of `heard`.
 
-    `stop` ends the processes that wait for their next call.
+    `stop` is the event that ends the processes that wait for their next call.
     """
 
     def __init__(self, folder: Path, *heard: bool) -> None:
@@ -96,7 +96,7 @@ def test_a_failed_rank_exits_and_wakes_the_waiting_rank(
 ) -> None:
     """A rank that fails logs its traceback and exits.
 
-    The rank that returns the result raises immediately instead of waiting for its collective.
+    The rank that returns results raises immediately instead of waiting in its collective.
     """
     started.append(ranks := Ranks(tmp_path, True, False))
     output = ranks.join(1, timeout_s=60)

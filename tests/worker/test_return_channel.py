@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ReturnChannel`: groups and messages with a mocked process group, and results on real ranks."""
+"""`ReturnChannel`: process groups and messages, with a mock of torch.distributed, and results on
+real ranks.
+"""
 
 import weakref
 from types import SimpleNamespace
@@ -91,8 +93,8 @@ def channel(group: Group, rank: int, device: torch.device = CPU) -> ReturnChanne
 def test_every_rank_creates_all_groups_and_connects_its_own(
     group: Group, rank: int, connected: list[Any]
 ) -> None:
-    """Every rank creates all groups in the same order, as `new_group` requires, and connects its
-    own.
+    """Every rank creates all groups in the same order, as `new_group` requires, and connects only
+    its own groups.
 
     The last stage sends one element to each earlier stage.
     """
@@ -114,7 +116,9 @@ def test_every_rank_creates_all_groups_and_connects_its_own(
 def test_stages_are_connected_forward(
     group: Group, first: bool, last: bool, calls: list[str]
 ) -> None:
-    """Stages are connected in vLLM's send direction, so no two ranks wait for each other."""
+    """Stages connect in the direction in which vLLM sends, so that no two ranks wait for each
+    other.
+    """
     pp: Any = SimpleNamespace(
         is_first_rank=first, is_last_rank=last, prev_rank=7, next_rank=9, device_group="stages"
     )
@@ -129,7 +133,9 @@ def batch() -> list[Any]:
 
 
 def test_a_message_lives_until_every_stage_has_it(group: Group) -> None:
-    """The last stage retains a message until all of its transfers have completed."""
+    """The last stage keeps a message in memory until all of the message's transfers have
+    completed.
+    """
     last = channel(group, 4)
     group.calls.clear()
     for _ in range(2):
@@ -152,8 +158,8 @@ TWO_STAGES = ((0, 2), (1, 3))
 
 
 class Growing:
-    """A mocked model with latents in bf16. In batch n, the first request has n + 1 elements and the
-    second has 2.
+    """A mocked model with bf16 latents. In batch n, the first request's latents have n + 1
+    elements, and the second's have 2.
     """
 
     def latents(self, request: Any) -> torch.Tensor:
@@ -173,7 +179,7 @@ def batch_of(number: int, value: float) -> list[Any]:
 def rank_of_a_column(rank: int, address: str) -> None:
     """Send or receive three batches of results on one rank.
 
-    `listen` posts the receives, and results are applied up to the newest requested one.
+    `listen` posts the receives, and `drain` applies all results up to the newest requested one.
     """
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=5)
     column = TWO_STAGES[rank % 2]

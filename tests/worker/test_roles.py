@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The role of a rank, which the options and the stage determine, and the small roles themselves."""
+"""How the options and the stage of a rank determine its role, and tests of the small roles
+themselves.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,8 +50,8 @@ def test_the_stage_of_a_rank_determines_its_role(
     decodes: bool,
     pipeline: Any,
 ) -> None:
-    """The stage of a rank determines its role. A split into blocks and a split into steps lead to
-    the same role.
+    """The stage of a rank determines its role. Splitting the model by blocks and splitting it by
+    steps lead to the same role.
     """
     stage, num_stages, vae_stage = position
     parts = replace(
@@ -82,9 +84,9 @@ class Doubler:
 
 
 def test_temporal_stages_pass_latents_through_all_steps() -> None:
-    """Each temporal stage runs the step with the stage's own number.
+    """Each temporal stage runs the denoise step whose index equals the stage's index.
 
-    The last stage returns its input to the earlier stages once.
+    The last stage returns its input latents to the earlier stages once.
     """
     model: Any = Doubler()
     chunks = [

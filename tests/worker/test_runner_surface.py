@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner has every attribute that vLLM's worker uses. The attributes are read from the worker's
-source.
+"""The runner has every attribute that vLLM's worker uses. The tests extract these attributes from
+the worker's source.
 
 tests/seams/test_called_on_us.py checks the arguments of the calls.
 """
@@ -15,7 +15,7 @@ from vllm.v1.worker import gpu_worker
 from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 from vllm_omni.worker.diffusion.surface import RunnerSurface
 
-# Attributes on code paths that a diffusion worker cannot reach, each with the reason.
+# Attributes used only on code paths that a diffusion worker cannot reach, and the reason for each.
 UNREACHABLE = {
     "_init_kv_zero_meta": "guarded by hasattr and by needs_kv_cache_zeroing, which needs a "
     "KV group",
@@ -32,8 +32,8 @@ def used_by_worker() -> list[str]:
 
 
 def test_the_pattern_finds_the_attributes() -> None:
-    """The pattern finds attributes in vLLM's source. This test fails if vLLM renames
-    `model_runner`, because the pattern would then find no name.
+    """The pattern finds attributes in vLLM's source. If vLLM renamed `model_runner`, the pattern
+    would find no names, and this test would fail.
     """
     assert {"execute_model", "load_model", "get_kv_cache_spec"} <= set(used_by_worker())
 

@@ -25,7 +25,7 @@ MakeRunner = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def other_world(tiny_checkpoint: Callable[..., Path]) -> Path:
-    """A `null_world` checkpoint with other weights."""
+    """A `null_world` checkpoint with different weights."""
     return tiny_checkpoint("null_world", seed=1)
 
 
@@ -42,7 +42,7 @@ def first_frames(runner: Any, session_id: str) -> torch.Tensor:
 def test_memory_usage_counts_weights_and_adapters(
     make_runner: MakeRunner, causal_wan: Path
 ) -> None:
-    """The memory usage that vLLM logs is the sum of weights and adapters."""
+    """The memory usage that vLLM logs is the size of the weights plus that of the adapters."""
     runner = make_runner(causal_wan, SMALL, enable_lora=True, max_loras=1, max_lora_rank=8)
     assert runner.adapters.nbytes > 0
     assert runner.model_memory_usage == bytes_of(runner) + runner.adapters.nbytes
@@ -55,10 +55,10 @@ def test_memory_usage_counts_weights_and_adapters(
 def test_offloaded_weights_change_no_frame(
     make_runner: MakeRunner, causal_wan: Path, precision: dict[str, str]
 ) -> None:
-    """Offloading weights changes no frame, even after a reload, which gives quantized layers new
-    parameters.
+    """Frames are the same with and without offloaded weights, even after a reload, which replaces
+    the parameters of quantized layers.
 
-    Memory usage counts the slots on the device instead of the weights on the host.
+    The memory usage includes the weight slots on the device, not the weights on the host.
     """
     plain = make_runner(causal_wan, SMALL, **precision)
     expected = first_frames(plain, "a")
@@ -102,8 +102,8 @@ def test_two_offloaded_experts_in_one_step(make_runner: MakeRunner, tmp_path: Pa
 def test_weights_are_replaced_in_place(
     make_runner: MakeRunner, null_world: Path, other_world: Path
 ) -> None:
-    """Weights can be replaced by another checkpoint of the same shape, and later reloads read that
-    checkpoint again.
+    """Weights can be replaced by those of another checkpoint with the same shapes, and later
+    reloads read that checkpoint again.
     """
     runner, other = make_runner(null_world), make_runner(other_world)
     expected = first_frames(other, "a")
@@ -118,10 +118,10 @@ def test_weights_are_replaced_in_place(
 
 
 def test_a_reload_ends_every_session(make_runner: MakeRunner, causal_wan: Path) -> None:
-    """A reload ends every session, because its K/V belong to the old weights.
+    """A reload ends every session, because the session's K/V was computed with the old weights.
 
-    A chunk in flight fails. A session that starts afterwards gets the frames of the new weights,
-    even for a prompt with cached embeddings.
+    A chunk in flight fails. A session that starts afterwards gets frames generated with the new
+    weights, even if embeddings of its prompt had been cached.
     """
     runner = make_runner(causal_wan, SMALL)
     worker = Worker(runner)
@@ -143,8 +143,8 @@ def test_a_reload_ends_every_session(make_runner: MakeRunner, causal_wan: Path) 
 def test_a_reload_does_not_map_files(
     make_runner: MakeRunner, causal_wan: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reload does not memory-map files, because another process may truncate them, which would
-    end this process.
+    """A reload does not memory-map files, because this process would crash if another process
+    truncated a mapped file.
     """
     runner = make_runner(causal_wan, SMALL)
     load, unmapped = type(runner.network).load_checkpoint, []
@@ -172,8 +172,8 @@ def test_weights_are_reloaded_from_a_checkpoint_only(
 
 
 def test_dummy_weights_read_no_file(single_rank: None, null_world: Path, tmp_path: Path) -> None:
-    """Dummy weights read no weight file. vLLM's worker requests them if another process sends the
-    weights later.
+    """Loading dummy weights reads no weight file. vLLM's worker requests dummy weights if another
+    process will send the real weights later.
     """
     shutil.copytree(null_world, tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
     args = EngineArgs(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeded requests with a chunked prefill do not end the engine on a CPU."""
+"""Seeded requests with a chunked prefill do not crash the engine on a CPU."""
 
 import inspect
 from types import SimpleNamespace
@@ -30,8 +30,8 @@ def runner(unfinished: list[bool], generators: dict[int, torch.Generator]) -> An
 def test_an_unfinished_prompt_does_not_use_its_generator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The sampler does not receive the generator of an unfinished prompt. Afterwards all generators
-    are restored.
+    """The sampler does not receive the generator of a request whose prompt is unfinished. After the
+    step, all generators are restored.
     """
     generators = {index: torch.Generator().manual_seed(index) for index in (0, 1, 3)}
     retained, seen = dict(generators), []
@@ -46,7 +46,7 @@ def test_an_unfinished_prompt_does_not_use_its_generator(
 
 
 def test_a_failed_step_restores_the_generators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed step restores the generators and raises its exception to the caller."""
+    """If a step fails, the generators are restored and the exception reaches the caller."""
 
     def fail(self: Any, output: Any) -> None:
         raise RuntimeError("a fault of the model")
@@ -59,7 +59,7 @@ def test_a_failed_step_restores_the_generators(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_vllm_rewinds_by_an_offset_that_a_cpu_lacks() -> None:
-    """vLLM rewinds a generator by an offset that CPU generators lack.
+    """vLLM rewinds a generator by changing its offset, which CPU generators do not have.
 
     If this test fails, remove `ARCPUModelRunner.sample_tokens`.
     """

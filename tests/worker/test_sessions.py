@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionStore`: limits on bytes and number, eviction of idle sessions, and session operations."""
+"""`SessionStore`: limits on the bytes and the number of sessions, eviction of idle sessions, and
+session operations.
+"""
 
 from typing import Any
 
@@ -55,7 +57,7 @@ def store(clock: Clock) -> SessionStore:
 
 
 def test_a_session_above_the_limit_evicts_no_other(store: SessionStore, clock: Clock) -> None:
-    """A session that cannot fit is refused, and no idle session is closed for it."""
+    """A session that is larger than the limit is refused, and no idle session is closed for it."""
     store.add_session(Session("a"))
     clock.now = 1000
     with pytest.raises(RequestFailed, match="capacity"):
@@ -64,8 +66,8 @@ def test_a_session_above_the_limit_evicts_no_other(store: SessionStore, clock: C
 
 
 def test_the_least_recently_used_idle_session_is_evicted(store: SessionStore, clock: Clock) -> None:
-    """The least recently used idle session is evicted. Here `a` is older but was used again, so `b`
-    is evicted.
+    """The least recently used idle session is evicted. In this test, `a` is older but was used
+    again, so `b` is evicted.
     """
     a, b = Session("a"), Session("b")
     store.add_session(a)
@@ -80,8 +82,8 @@ def test_the_least_recently_used_idle_session_is_evicted(store: SessionStore, cl
 def test_a_session_with_a_chunk_in_flight_is_never_evicted(
     store: SessionStore, clock: Clock
 ) -> None:
-    """A session with a chunk in flight is pinned and never evicted until its last chunk ends,
-    however long it was idle.
+    """A session with a chunk in flight is pinned. It is not evicted before its last chunk ends,
+    however long the session has been idle.
     """
     store.add_session(Session("a"))
     store.add_session(Session("b"))
@@ -122,8 +124,8 @@ def test_refusals_name_the_limit_and_the_remedy(store: SessionStore) -> None:
 
 
 def test_the_limits_are_inclusive(store: SessionStore, clock: Clock) -> None:
-    """Limits are inclusive: all bytes, all sessions and the exact idle time are within the
-    limits.
+    """Limits are inclusive: the maximum number of bytes, the maximum number of sessions and the
+    exact idle time are allowed.
     """
     store.make_room(25)
     store.add_session(Session("a", 15))
@@ -148,7 +150,7 @@ def test_the_number_of_sessions_is_limited_without_a_limit_on_bytes(clock: Clock
 
 
 def test_eviction_skips_pinned_sessions(store: SessionStore, clock: Clock) -> None:
-    """Eviction skips a pinned session and evicts as many idle sessions as required."""
+    """Eviction skips pinned sessions and evicts as many idle sessions as required."""
     for name in "abc":
         store.add_session(Session(name, 8))
     store.pin("a")
@@ -176,10 +178,10 @@ def test_close_and_reset_report_whether_the_session_existed(store: SessionStore,
 
 
 def test_a_fork_is_a_separate_session(store: SessionStore, clock: Clock) -> None:
-    """A fork continues after the same chunk, has the failure of its source, and counts towards the
-    bytes.
+    """A fork continues after the same chunk as its source, inherits the failure of its source, and
+    counts towards the byte limit.
 
-    The source and the fork are both marked as used.
+    The fork operation marks both the source and the fork as used.
     """
     source = Session("a")
     source.chunk_index, source.failure = 7, RequestFailed("non_finite", "NaN")
@@ -243,7 +245,9 @@ def test_all_sessions_are_moved_closed_and_listed(store: SessionStore) -> None:
 
 
 def test_pooled_memory_is_trimmed_for_live_sessions(store: SessionStore) -> None:
-    """Pooled memory counts as free, and each new session trims the pool to the remaining bytes."""
+    """Pooled memory counts as free. When a session is added, the pool is trimmed to the bytes that
+    remain.
+    """
     limits: list[int] = []
     store.trim_pool = limits.append
     store.make_room(20)
@@ -258,8 +262,8 @@ def test_pooled_memory_is_trimmed_for_live_sessions(store: SessionStore) -> None
 
 @pytest.fixture
 def moves(store: SessionStore, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Return the list of moves, each as (session, device). The store may suspend 25 bytes after 5
-    s.
+    """Return the list of moves, each as (session, device). The store may suspend up to 25 bytes of
+    sessions that have been idle for 5 s.
     """
     store.max_sessions, store.suspension = 8, Suspension(5.0, 25, torch.device("cuda"))
     moves: list[tuple[str, str]] = []
@@ -273,8 +277,8 @@ def moves(store: SessionStore, monkeypatch: pytest.MonkeyPatch) -> list[tuple[st
 def test_an_idle_session_makes_room_in_host_memory(
     store: SessionStore, clock: Clock, moves: list[tuple[str, str]]
 ) -> None:
-    """The least recently used idle session moves to host memory and returns for its next chunk in
-    exchange for another one.
+    """The least recently used idle session moves to host memory. For its next chunk, the session
+    returns to the device, and another idle session moves to the host instead.
     """
     for name in ("a", "b"):
         store.make_room(10)
@@ -299,8 +303,8 @@ def test_an_idle_session_makes_room_in_host_memory(
 def test_host_memory_is_bounded_and_a_chunk_in_flight_protects(
     store: SessionStore, clock: Clock, moves: list[tuple[str, str]]
 ) -> None:
-    """Of three idle sessions, two fit into host memory. A session that does not fit is refused, and
-    no session is closed.
+    """Of three idle sessions, two fit into host memory. A new session that does not fit is refused,
+    and no session is closed for it.
 
     A session with a chunk in flight is not moved.
     """

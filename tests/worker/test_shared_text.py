@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text embeddings that ranks exchange.
+"""Text embeddings that are sent between ranks.
 
-The embeddings are sent in order for the first step of a chunk. Missing embeddings are an error.
+The embeddings are sent in order, for the first step of a chunk. Missing embeddings raise an error.
 """
 
 from types import SimpleNamespace
@@ -49,7 +49,8 @@ def embeddings(length: int, value: float = 0.0) -> torch.Tensor:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_text_embeddings_reach_every_rank_of_every_stage(ranks: int) -> None:
-    """Text embeddings reach every rank of every stage, for chunks with one prompt, none and two.
+    """Text embeddings reach every rank of every stage, for chunks with one prompt, with none and
+    with two.
 
     The lengths of messages are not divisible by the number of ranks, so vLLM does not split them.
     """
@@ -96,7 +97,9 @@ def test_a_stage_with_the_cached_prompt_skips_its_embeddings() -> None:
 
 @pytest.mark.parametrize("sent", [[], [embeddings(2)]])
 def test_missing_text_embeddings_raise(sent: list[torch.Tensor]) -> None:
-    """Missing text embeddings raise an error, so uninitialised memory is never used as a prompt."""
+    """Missing text embeddings raise an error, so uninitialised memory is never used as
+    embeddings.
+    """
     message = shared(Group(1)).message([request(*sent)])
     with pytest.raises(RuntimeError, match=f"sent {len(sent)} prompts of a chunk that has 2 here"):
         shared(Group(1), first_stage=False).complete(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A snapshot with tensors that the model does not produce is refused with the name of the tensor.
+"""A snapshot with a tensor that the model would not produce is refused, and the error names the
+tensor.
 
-The file is complete and its header is valid, as it would be from a forger or another version of the
-model. Other sessions are not affected.
+Each forged file is complete and has a valid header, as if it came from a forger or another version
+of the model. Other sessions are not affected.
 """
 
 import functools
@@ -60,7 +61,9 @@ KINDS = {
     ),
     "stream, renewed sinks": frozenset({"kv.frame", "kv.sink_at"}),
 }
-"""Tensors that a session of each case must have, so that the test forges them."""
+"""For each case, tensors that the session must have, because otherwise the test would not forge
+them.
+"""
 DAILY = ("world", "stream, video in")
 
 
@@ -77,7 +80,7 @@ class Saved:
     metadata: dict[str, str]
 
     def refusal(self, path: Path) -> RequestFailed:
-        """Restore a file that must be refused, check that no session remains, and return the
+        """Try to restore a file that must be refused, check that no session remains, and return the
         error.
         """
         with pytest.raises(RequestFailed) as failure:
@@ -86,8 +89,8 @@ class Saved:
         return failure.value
 
     def check_continues(self) -> None:
-        """Check that the live session generates the same chunk as a session restored from its valid
-        snapshot.
+        """Check that the live session generates the same next chunk as a session restored from its
+        valid snapshot.
         """
         self.worker.restore("b", self.path)
         ours, theirs = (self.chunk(self.worker, name, self.chunks) for name in "ab")
@@ -144,8 +147,8 @@ def forgeries(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tens
 
 
 def test_forged_tensors_are_refused_by_name(saved: Saved, tmp_path: Path) -> None:
-    """A tensor that is missing, or has another shape or dtype, is refused by name. The live session
-    continues.
+    """A snapshot in which a tensor is missing or has another shape or dtype is refused, and the
+    error names the tensor. The live session continues.
     """
     path = tmp_path / "forged"
     kinds = {name.removeprefix("rank0.").rstrip("0123456789") for name in saved.tensors}
@@ -170,8 +173,8 @@ def test_forged_tensors_are_refused_by_name(saved: Saved, tmp_path: Path) -> Non
 def test_surplus_tensors_are_refused(saved: Saved, tmp_path: Path) -> None:
     """A snapshot with surplus tensors is refused.
 
-    For example, these are decoder features, caches that the session does not use, or frames outside
-    its window.
+    Surplus tensors are, for example, decoder features, caches that the session does not use, or
+    frames outside its window.
     """
     path = tmp_path / "forged"
     for name in (
@@ -196,8 +199,8 @@ def test_surplus_tensors_are_refused(saved: Saved, tmp_path: Path) -> None:
 def test_a_degraded_snapshot_restores_on_a_server_with_the_exact_decoder(
     saved: Saved, tmp_path: Path
 ) -> None:
-    """A session that `tiny_vae` degraded elsewhere in its last chunk continues on a server with the
-    exact decoder.
+    """A session whose last chunk was degraded by `tiny_vae` on another server continues on a server
+    that uses the exact decoder.
 
     The snapshot of the session contains the tensors that the exact decoder requires.
     """
@@ -230,8 +233,8 @@ def refused(saved: Saved, tensors: dict[str, torch.Tensor], path: Path) -> Reque
 )
 @pytest.mark.parametrize("saved", ["stream, video in"], indirect=True)
 def test_forged_video_input_is_refused(saved: Saved, tmp_path: Path, case: dict[str, Any]) -> None:
-    """A snapshot of a session with video input requires a noise scale in the range of the noise
-    controller.
+    """A snapshot of a session with video input is refused if its noise scale is outside the noise
+    controller's range.
     """
     forged_scalars_are_refused(saved, tmp_path, case)
 

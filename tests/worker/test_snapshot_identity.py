@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that a snapshot belongs to: digests of its configuration and its weights.
+"""The identity of the model that a snapshot belongs to: digests of the model's configuration and of
+its weights.
 
 If either digest changed for the same model, every existing snapshot would become invalid.
 """
@@ -19,7 +20,9 @@ from vllm_omni.worker.diffusion.sessions.snapshots import model_identity, weight
 
 
 def vllm_config(omni: dict[str, Any] | None, cache_dtype: str = "auto", **hf: Any) -> Any:
-    """Return a configuration. With `omni` None, its `additional_config` is not a mapping."""
+    """Return a configuration. If `omni` is None, the configuration's `additional_config` is not a
+    mapping.
+    """
     fields = {"layers": 4, "torch_dtype": torch.float32, **hf}
     return SimpleNamespace(
         model_config=SimpleNamespace(
@@ -52,14 +55,16 @@ PLAIN = (
 def test_the_digest_covers_configuration_and_dtype(
     omni: dict[str, Any] | None,
 ) -> None:
-    """The digest does not cover the version of transformers or the path of the checkpoint."""
+    """The digest covers the model configuration and the dtype, but not the version of transformers
+    or the path of the checkpoint.
+    """
     config = vllm_config(omni, transformers_version="5.0", _name_or_path="/models/a")
     assert model_identity(config, False, ()) == identity(PLAIN + "}")
 
 
 def test_the_digest_covers_options_caches_and_stages() -> None:
-    """The digest covers options, the K/V cache dtype and stages. Keys are sorted, so their order
-    has no effect.
+    """The digest covers the options, the K/V cache dtype and the pipeline stages. Keys are sorted,
+    so their order has no effect.
     """
     omni = {
         "model": {"window_frames": 7, "sequence_parallel": True},
@@ -92,8 +97,8 @@ def test_a_snapshot_records_the_current_partition(
 def test_the_weights_digest_covers_names_dtypes_shapes_and_sixteen_values() -> None:
     """The digest of weights covers names, dtypes, shapes and sixteen values of each tensor.
 
-    For a transposed matrix, such as quantized weights, the values of the first row are used,
-    because that needs no copy.
+    For a transposed matrix, as in quantized layers, the values are taken from the first row,
+    because this requires no copy.
     """
     table = torch.arange(160.0).view(4, 40)
     weights = {
@@ -117,8 +122,8 @@ def test_the_weights_digest_covers_names_dtypes_shapes_and_sixteen_values() -> N
 def test_a_snapshot_of_other_weights_is_refused(
     make_runner: Any, null_world: Path, tmp_path: Path
 ) -> None:
-    """A process that has loaded other weights refuses its own snapshot, and accepts it once the
-    original weights are back.
+    """A process whose weights have changed refuses its own earlier snapshot, and accepts it once
+    the original weights are back.
     """
     worker = Worker(make_runner(null_world))
     text_chunk(worker, "a", 0)

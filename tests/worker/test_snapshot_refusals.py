@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The format of a snapshot, and files that are refused.
+"""The format of a snapshot, and files that cannot be restored.
 
-Every refused file gets a reason and leaves no session.
+Every file is refused with a reason, and no session remains.
 """
 
 import errno
@@ -34,7 +34,7 @@ def worker(make_runner: Any, null_world: Path) -> Worker:
 
 @pytest.fixture
 def snapshot(worker: Worker, tmp_path: Path) -> Path:
-    """The snapshot of a session of two chunks, which is then closed."""
+    """The snapshot of a session with two chunks. The session itself has been closed."""
     for index in range(2):
         worker.chunk("a", prompt="a field" if index == 0 else None, seed=5 if index == 0 else None)
     worker.save("a", tmp_path / "a", owner={"session_id": "client"})
@@ -43,7 +43,9 @@ def snapshot(worker: Worker, tmp_path: Path) -> Path:
 
 
 def refusal(worker: Worker, path: Path) -> RequestFailed:
-    """Restore a file that must be refused, check that no session remains, and return the error."""
+    """Try to restore a file that must be refused, check that no session remains, and return the
+    error.
+    """
     with pytest.raises(RequestFailed) as failure:
         worker.restore("b", path)
     assert len(worker.runner.sessions) == 0
@@ -52,9 +54,10 @@ def refusal(worker: Worker, path: Path) -> RequestFailed:
 
 
 def test_a_snapshot_is_a_safetensors_file(worker: Worker, snapshot: Path) -> None:
-    """A snapshot is a safetensors file that the library reads and only its owner may access.
+    """A snapshot is a safetensors file that the safetensors library can read. Only the file's owner
+    may access it.
 
-    The header names its content and owner.
+    The header describes the content and the owner.
     """
     header = read_header(snapshot)
     assert (header.format_version, header.model.family, header.chunk_index) == (1, "null_world", 2)
@@ -67,7 +70,9 @@ def test_a_snapshot_is_a_safetensors_file(worker: Worker, snapshot: Path) -> Non
 
 @pytest.mark.parametrize("retained", [0, 7, 100, 0.5, -1])
 def test_a_truncated_file_is_refused(worker: Worker, snapshot: Path, retained: float) -> None:
-    """A file that is cut in its length, in its header, in its tensors or by one byte is refused."""
+    """A file that is truncated within its length field, its header or its tensors, or by a single
+    byte, is refused.
+    """
     content = snapshot.read_bytes()
     size = (
         int(len(content) * retained)
@@ -86,7 +91,9 @@ def test_a_truncated_file_is_refused(worker: Worker, snapshot: Path, retained: f
 def test_another_file_is_refused_and_never_unpickled(
     worker: Worker, tmp_path: Path, content: bytes
 ) -> None:
-    """Noise, zeros, an archive and a pickle are refused, and the pickle is never unpickled."""
+    """Files of noise or zeros, an archive and a pickle are refused, and the pickle is never
+    unpickled.
+    """
     path = tmp_path / "foreign"
     path.write_bytes(content)
     assert refusal(worker, path).code == "invalid_snapshot"
@@ -174,8 +181,8 @@ def test_a_longer_file_and_other_safetensors_are_refused(
 def test_an_incompatible_snapshot_is_refused_with_the_reason(
     worker: Worker, snapshot: Path, change: Any, code: str, reason: str
 ) -> None:
-    """An incompatible snapshot is refused with the version, model, weights, parallel layout, size
-    or tensor that is wrong.
+    """An incompatible snapshot is refused, and the error states what does not match: the version,
+    model, weights, parallel layout, size or a tensor.
     """
     rewrite(snapshot, change)
     failure = refusal(worker, snapshot)
@@ -186,7 +193,8 @@ def test_an_incompatible_snapshot_is_refused_with_the_reason(
 def test_a_worker_checks_the_header_against_the_file(worker: Worker, snapshot: Path) -> None:
     """A worker checks the header against the file before it allocates memory.
 
-    The file may shrink after the front end has read it, or be different on the worker's machine.
+    The file may have shrunk since the front end read it, or may be a different file on the worker's
+    machine.
     """
     whole = snapshot.read_bytes()
     length = int.from_bytes(whole[:8], "little")
@@ -205,8 +213,8 @@ def test_a_worker_checks_the_header_against_the_file(worker: Worker, snapshot: P
 def test_a_session_above_the_byte_limit_is_refused(
     worker: Worker, snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A snapshot above `max_session_bytes`, which is inclusive, is refused. The front end compares
-    the size of the file.
+    """A snapshot that is larger than `max_session_bytes` is refused; one of exactly this size is
+    accepted. The front end compares the limit with the size of the file.
     """
     worker.restore("b", snapshot)
     nbytes = worker.runner.sessions.nbytes
@@ -223,17 +231,19 @@ def test_a_session_above_the_byte_limit_is_refused(
 
 
 def test_a_file_that_is_invisible_to_a_worker_is_refused(worker: Worker, tmp_path: Path) -> None:
-    """A file that a worker cannot open is refused, and the message says that all machines must
-    share the directory.
+    """A file that a worker cannot open is refused, and the error says that all machines must share
+    the directory.
 
-    The front end may run on another machine.
+    The cause may be that the front end runs on another machine.
     """
     (response,) = worker.rpc("restore_session", ("b", str(tmp_path / "elsewhere")))
     assert response == {"error": ["snapshot_storage", UNSEEN]}
 
 
 def test_a_live_session_is_not_overwritten(worker: Worker, snapshot: Path) -> None:
-    """A snapshot does not replace a live session, and the refusal does not close that session."""
+    """Restoring a snapshot under the id of a live session is refused, and the live session stays
+    open.
+    """
     worker.restore("b", snapshot)
     with pytest.raises(RequestFailed) as failure:
         worker.restore("b", snapshot)
@@ -258,8 +268,8 @@ def test_a_full_server_refuses_and_a_file_is_not_overwritten(
 def test_a_session_that_changes_during_a_save_is_busy(
     worker: Worker, snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Saving a session fails with `session_busy` and leaves no file if a chunk ends between the
-    description and the write.
+    """If a chunk ends between describing a session and writing it, saving fails with `session_busy`
+    and leaves no file.
     """
     worker.restore("b", snapshot)
     write = worker.snapshots.write
@@ -278,8 +288,8 @@ def test_a_session_that_changes_during_a_save_is_busy(
 def test_a_full_disk_is_an_error_and_no_file_is_left(
     worker: Worker, snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk is an error and leaves no file. If the disk is full at the start, the error
-    occurs before the copy.
+    """If the disk is full, saving a session raises an error and leaves no file. If the disk is full
+    from the start, the error is raised before anything is copied.
     """
     worker.restore("b", snapshot)
 
@@ -300,8 +310,8 @@ def test_a_full_disk_is_an_error_and_no_file_is_left(
 def test_damage_to_the_header_is_refused_or_harmless(
     worker: Worker, snapshot: Path, tmp_path: Path
 ) -> None:
-    """A changed byte in the header raises `RequestFailed` or has no effect, in which case a session
-    is restored.
+    """A snapshot with a changed byte in its header either fails with `RequestFailed` or is
+    restored.
     """
     content = snapshot.read_bytes()
     head = 8 + int.from_bytes(content[:8], "little")

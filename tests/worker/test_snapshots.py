@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session that another runner restores from a snapshot continues bit for bit, for every family
-and cache.
+"""A session that another runner restores from a snapshot continues bit for bit, for every model
+family and type of cache.
 """
 
 from collections.abc import Callable
@@ -130,9 +130,10 @@ DAILY = (
 def test_a_restored_session_continues_bit_for_bit(
     case: str, make_worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
-    """A restored session has the same state, next chunk and chunk with a new prompt, bit for bit.
+    """A restored session has the same state and generates the same chunks as its source, bit for
+    bit, even after a new prompt.
 
-    The restored session runs on another runner and has another id.
+    The restored session runs on another runner under another id.
     """
     family, model, chunk, chunks = CASES[case]
     here, there = (make_worker(family, {"model": model}) for _ in range(2))
@@ -154,8 +155,8 @@ def test_a_restored_session_continues_bit_for_bit(
 def test_a_snapshot_during_a_chunk_has_the_state_before_it(
     make_worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
-    """A snapshot between two denoise steps of a chunk contains the state before that chunk, and
-    changes nothing.
+    """A snapshot that is taken between two denoise steps of a chunk contains the state before that
+    chunk and does not change the session.
     """
     here, there = (
         make_worker("lingbot_world", {"model": SMALL}),
@@ -196,7 +197,7 @@ def test_unknown_and_unstarted_sessions_cannot_be_saved(
 def test_pending_results_are_applied_before_a_snapshot(
     make_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pending results of the last stage are applied before a snapshot, and the GPU is
+    """Before a snapshot, pending results of the last stage are applied and the GPU is
     synchronized.
     """
     worker = make_worker("null_world")
@@ -212,7 +213,7 @@ def test_pending_results_are_applied_before_a_snapshot(
 
 
 def test_one_shot_sessions_cannot_be_saved_or_restored() -> None:
-    """A one-shot session, as image models use, cannot be saved or restored, because it has no
+    """One-shot sessions, which image models use, cannot be saved or restored, because they have no
     state.
     """
     session = OneShotSession("a", 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between pipeline stages arrive complete for any number of ranks."""
+"""Messages between pipeline stages arrive complete, whatever the number of ranks."""
 
 import pytest
 import torch
@@ -14,9 +14,10 @@ from vllm_omni.worker.diffusion.link import ChunkNote, StageNote, padding, toget
     [[(2, 3, 4)], [(1, 5, 7), (6,), (2, 2, 3, 2)], [(3, 4)] * 12, [(), (5,)], [(0, 3), (2, 1)]],
 )
 def test_tensors_are_sent_unsplit(ranks: int, shapes: list[tuple[int, ...]]) -> None:
-    """Tensors are sent unsplit, also those without dimensions or elements.
+    """Tensors are sent as a whole, even those without dimensions or elements.
 
-    vLLM's worker would send a divisible tensor in shards of different ranks.
+    vLLM's worker would split a tensor into shards from different ranks if its length is divisible
+    by the number of ranks.
     """
     tensors = [torch.randn(shape).transpose(0, -1) for shape in shapes]
     message = together("hidden", tensors, ranks)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests are grouped into batches by their key, up to the limit, in the scheduler's order."""
+"""Requests are grouped into batches by their batch key, up to the size limit, in the scheduler's
+order.
+"""
 
 from types import SimpleNamespace
 
@@ -20,8 +22,8 @@ from vllm_omni.model_executor.requests import group_states
     ],
 )
 def test_requests_with_equal_keys_share_a_batch(keys: str, limit: int, groups: list[str]) -> None:
-    """Requests with equal keys share a batch, up to the limit. In this test, each letter is a batch
-    key.
+    """Requests with the same batch key share a batch, up to the size limit. In this test, each
+    letter is the batch key of a request.
     """
     model = SimpleNamespace(batch_key=lambda request: request.key)
     chunks = [
@@ -36,7 +38,7 @@ def test_requests_with_equal_keys_share_a_batch(keys: str, limit: int, groups: l
 
 
 def test_requests_with_different_adapters_have_separate_batches() -> None:
-    """Requests with different adapters have separate batches, because adapters apply to a whole
+    """Requests with different adapters run in separate batches, because adapters apply to a whole
     forward pass.
     """
     model = SimpleNamespace(batch_key=lambda request: request.key)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that are stored quantized, on a CPU: computed by vLLM's kernels, or dequantized.
+"""Checkpoints whose stored weights are quantized, on a CPU: computed by vLLM's kernels, or
+dequantized.
 
 The model is Wan 2.2 with both experts from tests/golden/quantized, in every format for which vLLM
-has a CPU kernel. Formats that only GPUs support are refused here
-(tests/model_executor/test_checkpoint_quantization.py), and benchmarks/fp8.py runs them.
+has a CPU kernel. Formats that only GPUs support are refused on a CPU, as tested in
+tests/model_executor/test_checkpoint_quantization.py; benchmarks/fp8.py runs them.
 """
 
 from collections.abc import Callable
@@ -68,11 +69,11 @@ def test_stored_weights_are_computed_by_kernels_of_vllm(
     name: str,
     allowed: float,
 ) -> None:
-    """A video from stored weights is close to one from bf16 weights but not equal, and does not
-    change after a reload.
+    """A video generated with quantized weights is close but not equal to one from bf16 weights, and
+    is the same after a reload.
 
-    vLLM's int8 kernel for AMX keeps the weights. vLLM's oneDNN kernel drops them, so the reload is
-    refused and changes nothing.
+    vLLM's int8 kernel for AMX retains the original weights. vLLM's oneDNN kernel frees them, so
+    with that kernel a reload is refused and changes nothing.
     """
     runner = make_runner(with_transformer(pipeline, QUANTIZED / name, tmp_path), dtype="bfloat16")
     found = video(runner)

@@ -19,8 +19,8 @@ NUM_SESSIONS = 4
 
 
 def play_in_turn(chunk: Any, tight: Worker, roomy: Worker) -> None:
-    """Generate three chunks of each session on both workers, taking the sessions in turn, and
-    compare the bits.
+    """Generate three chunks of each session on both workers, alternating between sessions, and
+    check that they are bit-identical.
     """
     for index in range(3):
         for number in range(NUM_SESSIONS):
@@ -37,8 +37,8 @@ def play_in_turn(chunk: Any, tight: Worker, roomy: Worker) -> None:
 def test_sessions_take_turns_on_the_device(
     make_runner: Any, request: pytest.FixtureRequest, family: str, chunk: Any
 ) -> None:
-    """Four sessions that take turns on a device with room for two equal those on a device with room
-    for all, bit for bit.
+    """Four sessions that alternate on a device with memory for two are bit-identical to those on a
+    device with memory for all.
     """
     checkpoint = request.getfixturevalue(family)
     roomy = Worker(make_runner(checkpoint, {}))
@@ -70,8 +70,8 @@ def test_windows_that_grow_are_refused() -> None:
 
 @pytest.fixture
 def on_disk(make_runner: Any, lingbot_world: Any, tmp_path: Path) -> tuple[Worker, int]:
-    """A worker with room for one session on the device and one in host memory, and the size of a
-    session.
+    """A worker with memory for one session on the device and one on the host, and the size of a
+    session in bytes.
 
     Further sessions are moved to disk.
     """
@@ -88,8 +88,8 @@ def on_disk(make_runner: Any, lingbot_world: Any, tmp_path: Path) -> tuple[Worke
 def test_sessions_return_from_disk_bit_for_bit(
     on_disk: tuple[Worker, int], make_runner: Any, lingbot_world: Any, tmp_path: Path
 ) -> None:
-    """Four sessions take turns with room for one on the device and one in host memory, and return
-    from disk bit for bit.
+    """Four sessions alternate with memory for one on the device and one on the host. Sessions that
+    return from disk continue bit for bit.
 
     A snapshot or a copy of a session that is on disk equals the session.
     """
@@ -100,7 +100,7 @@ def test_sessions_return_from_disk_bit_for_bit(
     assert [stats[name] for name in names] == [NUM_SESSIONS, 1, 2, nbytes, nbytes]
     assert stats["chunks"] == {f"s{number}": 3 for number in range(NUM_SESSIONS)}
     assert stats["disk_bytes"] > 0
-    assert list((tmp_path / "disk").iterdir()) == []  # the files have no names
+    assert list((tmp_path / "disk").iterdir()) == []  # the files have no directory entries
     tight.save("s0", tmp_path / "s0")
     roomy.restore("again", tmp_path / "s0")
     assert roomy.bits("again")[1] == roomy.bits("s0")[1]
@@ -111,7 +111,8 @@ def test_sessions_return_from_disk_bit_for_bit(
 def test_a_damaged_file_fails_its_session_only(on_disk: tuple[Worker, int]) -> None:
     """A damaged file fails only its own session.
 
-    The session's chunks fail until it is closed, and none of its memory remains on the device.
+    Chunks of this session fail until it is closed, and none of its memory remains allocated on the
+    device.
     """
     worker, _ = on_disk
     for number in range(3):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks that the scheduler degrades to the tiny decoder: warm-up, results and snapshots in the
-runner.
+"""Chunks that the scheduler degrades to the tiny decoder, in the runner: warm-up, results and
+snapshots.
 """
 
 from collections.abc import Callable
@@ -56,8 +56,8 @@ def chunks(worker: Worker, session_id: str, tiny: list[bool]) -> list[torch.Tens
 
 @pytest.fixture
 def decodes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, bool]]:
-    """A list of all decodes from now on: the decoder, the number of latent frames, and whether it
-    has no cache.
+    """A list that records every later decode as (decoder, number of latent frames, whether the
+    decode starts without a cache).
     """
     calls: list[tuple[str, int, bool]] = []
     for kind in (StreamingWanVAE, TinyVAEDecoder):
@@ -73,8 +73,8 @@ def decodes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, bool]]:
 def test_the_warm_up_runs_both_decoders(
     make_worker: Callable[[], Worker], decodes: list[tuple[str, int, bool]]
 ) -> None:
-    """The warm-up runs both decoders, so that no stream waits for a compilation and their memory is
-    measured.
+    """The warm-up runs both decoders, so that no stream has to wait for a compilation and the
+    memory of both is measured.
     """
     wan, tiny = "StreamingWanVAE", "TinyVAEDecoder"
     make_worker()
@@ -87,7 +87,7 @@ def test_a_degraded_chunk_is_decoded_by_the_tiny_decoder_only(
 ) -> None:
     """A degraded chunk is decoded only by the tiny decoder.
 
-    The tiny decoder first processes the previous latents, at most one chunk at a time.
+    The tiny decoder first processes the preceding latents, at most one chunk at a time.
     """
     worker = make_worker()
     decodes.clear()

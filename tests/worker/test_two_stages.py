@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two pipeline stages in one process. Each stage is a runner with some of the null world's
+"""Two pipeline stages in one process. Each stage is a runner with a part of the null world's
 layers.
 """
 
@@ -23,10 +23,9 @@ STEPS = 5
 
 
 class Channel:
-    """Both ends of a return channel, with results in the form in which `ReturnChannel` transfers
-    them.
+    """Both ends of a return channel. Results have the form in which `ReturnChannel` transfers them.
 
-    Results are flat and are transferred in order and by batch.
+    Results are flattened and are transferred batch by batch, in order.
     """
 
     def __init__(self) -> None:
@@ -100,7 +99,7 @@ class Stages:
         return results
 
     def run(self, *new: Any, steps: int = STEPS) -> dict[str, Any]:
-        """Run requests to their end, and report them as finished."""
+        """Run requests until they have results, and report them as finished."""
         names = [data.req_id for data in new]
         results = self.execute(new=new)
         for _ in range(steps - 1):
@@ -134,7 +133,7 @@ def stages(make_runner: Any, null_world: Path) -> Stages:
 def test_two_stages_equal_one_rank(
     make_runner: Any, null_world: Path, batch_invariant: bool
 ) -> None:
-    """Chunks of two sessions on two stages equal those of one rank, although one session starts a
+    """Chunks of two sessions on two stages equal those of one rank, even if one session starts a
     step later.
 
     Both stages have the same session state.
@@ -163,8 +162,8 @@ def test_two_stages_equal_one_rank(
 def test_text_embeddings_are_sent_at_the_first_step_only(
     stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Text embeddings are sent only at the first step: the first stage computes them and the last
-    stage receives them.
+    """Text embeddings are sent only at the first step of a chunk: the first stage computes them,
+    and the last stage receives them.
     """
     completed: list[tuple[list[str], bool]] = []
     sent: list[list[str]] = []
@@ -240,7 +239,8 @@ def test_the_first_stage_determines_the_chunk_index(
 ) -> None:
     """The first stage determines the index of a chunk.
 
-    A request may omit the index, and the last stage may commit earlier.
+    The stages could otherwise disagree, because a request may omit the index and the last stage may
+    commit earlier.
     """
     requested: list[int | None] = []
     admit = stages.last.admission.admit
@@ -256,8 +256,8 @@ def test_the_first_stage_determines_the_chunk_index(
 
 
 def test_a_chunk_that_is_not_finite_is_committed_by_no_stage(stages: Stages) -> None:
-    """If a chunk is not finite, the last stage detects it and informs the first, and no stage
-    commits the chunk.
+    """If a chunk's latents are not finite, the last stage detects this and reports it to the first
+    stage, and no stage commits the chunk.
 
     The same chunk can be requested again.
     """
@@ -283,8 +283,8 @@ def test_a_session_operation_runs_on_every_stage(stages: Stages) -> None:
 def test_an_exception_in_a_forward_of_several_ranks_is_raised(
     make_runner: Any, null_world: Path
 ) -> None:
-    """An exception in a forward pass of several ranks is raised, because the others wait in
-    collectives and the engine must end.
+    """An exception in a forward pass that several ranks share is raised, because the other ranks
+    wait in collectives and the engine must end.
     """
     runner = make_runner(null_world)
     object.__setattr__(runner.parts, "num_ranks", 2)

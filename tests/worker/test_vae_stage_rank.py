@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both sides of a VAE stage in one process: one runner denoises, and another one decodes."""
+"""A rank that denoises and the VAE stage that decodes its chunks, as two runners in one process."""
 
 import time
 from dataclasses import replace
@@ -24,7 +24,7 @@ STEPS = 5
 
 
 class Pair:
-    """A rank with layers, and the VAE stage that follows it."""
+    """A rank with layers and the VAE stage that follows it, each with its own runner."""
 
     def __init__(self, make_runner: Any, checkpoint: Path) -> None:
         self.layers, self.vae = make_runner(checkpoint), make_runner(checkpoint)
@@ -36,7 +36,7 @@ class Pair:
         return self.layers, self.vae
 
     def set_parts(self, **parts: Any) -> None:
-        """Create the VAE stage again with changed fields of the runner's `parts`."""
+        """Recreate the VAE stage with changed fields of its runner's `parts`."""
         self.vae.parts = replace(self.vae.parts, **parts)
         self.vae.role = self.stage = VAEStage(self.vae.parts)
 
@@ -93,10 +93,10 @@ def test_a_decode_starts_with_the_clean_pass_and_is_committed_after_it(pair: Pai
 
 
 def test_a_decode_that_fails_after_the_commit_ends_the_session(pair: Pair) -> None:
-    """If a decode fails after the commit, forks and later chunks of the session are refused until a
-    reset.
+    """If a decode fails after the commit, forks and later chunks of the session are refused until
+    the session is reset.
 
-    The rank with layers has already committed the chunk.
+    The reason is that the rank with layers has already committed the chunk.
     """
     pair.close(*pair.chunk(0))
     ours, theirs = pair.chunk(1, options={"fail_in": "decode"})
@@ -108,8 +108,8 @@ def test_a_decode_that_fails_after_the_commit_ends_the_session(pair: Pair) -> No
 
 
 def test_ranks_with_different_chunk_indices_refuse(pair: Pair) -> None:
-    """Ranks with different chunk indices refuse a chunk, for example after a first chunk for which
-    one rank had no room.
+    """If the chunk indices of a session differ between ranks, its next chunk is refused. This can
+    happen, for example, if one rank had no memory for a first chunk.
     """
     pair.close(*pair.chunk(0))
     pair.vae.sessions.get("s").chunk_index = 0
@@ -132,7 +132,7 @@ def test_a_failure_of_the_other_rank_arrives_with_its_reason(pair: Pair) -> None
 def test_a_finished_chunk_is_processed_before_its_successor(pair: Pair) -> None:
     """A finished chunk is processed before its successor, whatever their order in the batch.
 
-    The other rank counts the chunks of a session in their order.
+    The reason is that the other rank counts the chunks of a session in order.
     """
     pair.close(*pair.chunk(0))
     (ours, theirs), (our_next, their_next) = pair.admit("r1", 1), pair.admit("r2", 2)
@@ -149,7 +149,8 @@ def test_a_finished_chunk_is_processed_before_its_successor(pair: Pair) -> None:
 def test_a_failed_chunk_fails_its_successor_on_both_ranks(pair: Pair) -> None:
     """A failed chunk fails its successor on both ranks in the same step.
 
-    If the successor failed later, it could end before the scheduler receives the failure.
+    If the successor failed in a later step, it could finish before the scheduler receives the
+    failure.
     """
     pair.close(*pair.chunk(0))
     (ours, theirs), (our_next, their_next) = (
@@ -165,8 +166,8 @@ def test_a_failed_chunk_fails_its_successor_on_both_ranks(pair: Pair) -> None:
 
 
 def test_a_chunk_that_waits_on_the_first_rank_does_not_start(pair: Pair) -> None:
-    """A chunk that waits on the first rank does not start on the VAE stage, because it could get
-    the wrong index.
+    """A chunk that waits on the first rank does not start on the VAE stage either, because it could
+    get the wrong index there.
     """
     pair.close(*pair.chunk(0))
     ours, theirs = pair.admit("r1", 1)
@@ -182,8 +183,8 @@ def test_a_chunk_that_waits_on_the_first_rank_does_not_start(pair: Pair) -> None
 def test_the_decode_state_is_sent_once_with_the_final_latents(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The decode state is sent once, with the final latents. Timings are sent with the last
-    step.
+    """The decode state is sent only once, together with the final latents. Timings are sent with
+    the last step.
     """
     reported: list[Any] = []
     requested: list[str] = []
@@ -214,8 +215,8 @@ def test_the_decode_state_is_sent_once_with_the_final_latents(
 
 
 def test_an_operation_that_the_first_rank_refuses_is_refused(pair: Pair) -> None:
-    """An operation that the first rank refuses is refused on all ranks, for example a fork for
-    which it has no room.
+    """An operation that the first rank refuses is refused on all ranks, for example a fork that
+    does not fit into the first rank's memory.
     """
     pair.close(*pair.chunk(0))
     fork = new_request("fork", session_id="s", op="fork", fork_to="copy")
@@ -230,14 +231,14 @@ def test_an_operation_that_the_first_rank_refuses_is_refused(pair: Pair) -> None
 
 
 def unreadable(name: str) -> Any:
-    """Return a request that only the rank of the VAE stage cannot parse."""
+    """Return a request that cannot be parsed. The test sends it only to the VAE stage."""
     request = new_request(name, session_id="s")
     request.pooling_params.extra_kwargs = {"session_id": 7}
     return request
 
 
 def test_a_chunk_with_a_failed_clean_pass_is_not_delivered(pair: Pair) -> None:
-    """A chunk with a failed clean-context pass is not delivered, although its frames are already on
+    """A chunk whose clean-context pass failed is not delivered, even if its frames are already on
     the host.
     """
     ours, theirs = pair.admit("r", 0, options={"clean_pass": True})
@@ -251,8 +252,8 @@ def test_a_chunk_with_a_failed_clean_pass_is_not_delivered(pair: Pair) -> None:
 
 
 def test_the_first_failure_is_kept(pair: Pair) -> None:
-    """The first failure is reported. The failure of the other rank arrives later and may be a
-    consequence of it.
+    """If both ranks fail, the first failure is reported. The failure of the other rank arrives
+    later and may be a consequence of the first one.
     """
     ours, theirs = pair.admit("r", 0)
     ours.failure, theirs.failure = RequestFailed("capacity", "there"), RequestFailed("oom", "here")
@@ -263,9 +264,10 @@ def test_the_first_failure_is_kept(pair: Pair) -> None:
 
 @pytest.mark.parametrize("started", [True, False], ids=["a started chunk", "an operation"])
 def test_only_a_starting_chunk_fails_with_session_lost(pair: Pair, started: bool) -> None:
-    """Only a chunk that starts fails with `session_lost`.
+    """Only a chunk that is about to start fails with `session_lost`.
 
-    A lost session can be closed, and a failure of the other rank keeps its own reason.
+    A lost session can still be closed, and a failure of the other rank is reported with its own
+    reason.
     """
     pair.close(*pair.chunk(0))
     if started:
@@ -284,8 +286,8 @@ def test_only_a_starting_chunk_fails_with_session_lost(pair: Pair, started: bool
 
 @pytest.mark.parametrize("reason", ["unreadable", "no room"])
 def test_a_chunk_that_never_started_on_the_vae_stage_is_lost(pair: Pair, reason: str) -> None:
-    """If a chunk cannot start on the VAE stage, the client receives the error, and the VAE stage
-    has no session.
+    """If a first chunk cannot start on the VAE stage, the client receives the error, and no session
+    remains on the VAE stage.
 
     Other chunks continue.
     """
@@ -308,7 +310,7 @@ def test_a_chunk_that_never_started_on_the_vae_stage_is_lost(pair: Pair, reason:
 
 
 def share_decode(pair: Pair, others_fine: bool) -> None:
-    """Make the VAE stage decode together with another rank, which succeeds or fails."""
+    """Make the VAE stage share its decodes with another rank, which succeeds or fails."""
     agreement = RankAgreement(SimpleNamespace(world_size=2), None)
     agreement.all_fine = lambda fine: fine and others_fine  # type: ignore[method-assign]
     pair.set_parts(shares_decode=True, agreement=agreement)
@@ -316,7 +318,8 @@ def share_decode(pair: Pair, others_fine: bool) -> None:
 
 @pytest.mark.parametrize("others_fine", [True, False])
 def test_ranks_of_a_shared_decode_fail_together(pair: Pair, others_fine: bool) -> None:
-    """Ranks of a shared decode fail together, because they agree before the clean-context pass.
+    """Ranks that share a decode fail together, because they agree on success or failure before the
+    clean-context pass.
 
     The chunk can be requested again.
     """
@@ -330,8 +333,8 @@ def test_ranks_of_a_shared_decode_fail_together(pair: Pair, others_fine: bool) -
 
 
 def test_an_error_in_a_shared_decode_of_the_vae_stage_is_raised(pair: Pair) -> None:
-    """An error in a shared decode of the VAE stage is raised, because other ranks wait in
-    collectives and the engine must end.
+    """An error in a decode that the VAE stage shares with other ranks is raised, because those
+    ranks wait in collectives and the engine must end.
     """
     share_decode(pair, True)
     ours, theirs = pair.admit("r", 0, options={"clean_pass": True, "fail_in": "decode"})
@@ -343,7 +346,9 @@ def test_an_error_in_a_shared_decode_of_the_vae_stage_is_raised(pair: Pair) -> N
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_several_ranks_send_the_same_note(pair: Pair, ranks: int) -> None:
-    """A failure that one of several ranks detects early is sent only after all ranks agree."""
+    """If there are several ranks, a failure that one of them detects early is sent only after all
+    of them have agreed on it.
+    """
     ours, _ = pair.admit("r", 0, options={"nan_at": 3, "clean_pass": True})
     with torch.inference_mode():
         for _ in range(STEPS - 1):
@@ -385,9 +390,7 @@ def test_a_step_waits_only_for_results_that_are_nearly_ready(
 
 
 def test_decodes_in_flight_are_limited(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of decodes in flight is limited to three: a fourth decode waits for the first
-    one.
-    """
+    """At most three decodes are in flight: a fourth decode waits for the first one to finish."""
     made: list[Slow] = []
 
     def launch(*_: Any) -> list[Slow]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The warm-up: its chunks, the byte limit of sessions, and the partition of layers by measured
-times.
+"""The warm-up: the chunks that it runs, the byte limit on sessions that it sets, and the partition
+of layers by measured times.
 """
 
 from pathlib import Path
@@ -37,10 +37,10 @@ def admitted(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[RequestState]
 def test_a_warm_up_sets_the_byte_limit_of_sessions(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The warm-up sets the byte limit of sessions to the lowest budget of all ranks, at most
+    """The warm-up sets the byte limit on sessions to the lowest budget of any rank, but at most to
     `max_session_bytes`.
 
-    No session remains afterwards.
+    No session remains after the warm-up.
     """
     runner = make_runner(null_world, {"max_session_bytes": 3 << 28, "max_sessions": 5})
     one = 4 * 4 * 6 * 4
@@ -64,8 +64,8 @@ def test_a_warm_up_sets_the_byte_limit_of_sessions(
 def test_a_warm_up_runs_with_and_without_degradations(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The warm-up runs one session without degradations and one with all of them in its first
-    chunk, because both need memory.
+    """The warm-up runs one session without degradations and one whose first chunk has all
+    degradations, because both kinds of chunks need memory.
     """
     runner = make_runner(null_world, {"scheduling": "deadline", "degradations": ["fewer_steps"]})
     chunks = 2
@@ -121,8 +121,8 @@ def test_a_warm_up_decodes_the_largest_shared_batch(
     model_allows: int,
     together: list[int],
 ) -> None:
-    """The warm-up decodes its last chunk in the largest batch that the limits of sessions, a step
-    and the model allow.
+    """The warm-up decodes its last chunk in the largest batch that is allowed by the model and by
+    the limits on sessions and on requests per step.
     """
     runner = make_runner(lingbot_world, {"batch_invariant": False, **omni})
     found = admitted(runner, monkeypatch)
@@ -173,9 +173,10 @@ def test_a_measured_partition_requires_movable_layers(make_runner: Any, null_wor
 
 
 class Pipeline:
-    """One rank of a pipeline with two stages of two ranks each and a rank that only decodes.
+    """One rank of a pipeline that has two stages of two ranks each and another rank that only
+    decodes.
 
-    `times` belong to the other ranks.
+    `times` are the measured times of the other ranks.
     """
 
     def __init__(
@@ -230,7 +231,9 @@ def test_layers_move_to_balance_the_stages(
     rest: list[tuple[int, float, int, float]],
     partition: list[int],
 ) -> None:
-    """Layers move to balance the stages by their median step. Times of a VAE stage do not count."""
+    """Layers move between stages to balance the stages' median step times. The times of a VAE stage
+    do not count.
+    """
     step_ms, decode_ms = mine
     pipeline = Pipeline(monkeypatch, others(*rest, (2, 0.0, 1, 1000.0)))
     runner = pipeline.runner(0)
@@ -249,7 +252,7 @@ def test_layers_move_to_balance_the_stages(
 def test_a_stage_without_layers_only_stores_the_partition(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A stage without layers only stores the partition, because it is part of every snapshot."""
+    """A stage without layers only stores the partition, because every snapshot contains it."""
     rest = [(0, 5.0, 3, 0.0), (0, 5.0, 3, 0.0), (1, 10.0, 3, 0.0), (1, 10.0, 3, 0.0)]
     pipeline = Pipeline(monkeypatch, others(*rest))
     runner = pipeline.runner(2)
@@ -265,9 +268,9 @@ def test_one_stage_keeps_all_layers(make_runner: Any, causal_wan: Path) -> None:
 
 
 def test_memory_of_moved_layers_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of moved layers is freed before the budget of sessions is measured.
+    """The memory of layers that have moved away is freed before the session budget is measured.
 
-    The cache is emptied once nothing uses it.
+    The allocator's cache is emptied after the device has been synchronized.
     """
     pipeline = Pipeline(
         monkeypatch,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watchdogs of real processes: one rank is stopped or killed, all ranks are stopped, or the engine
+"""Watchdogs in real processes: one rank is stopped or killed, all ranks are stopped, or the engine
 shuts down.
 """
 
@@ -65,7 +65,7 @@ def ranks() -> Iterator[list[subprocess.Popen[str]]]:
 def test_all_ranks_exit_when_one_is_stopped_or_killed(
     ranks: list[subprocess.Popen[str]], how: signal.Signals
 ) -> None:
-    """When one rank is stopped or killed, all other ranks exit, and a stopped rank is killed."""
+    """When one rank is stopped or killed, all other ranks exit. A stopped rank is also killed."""
     pause(0.6)
     start = time.monotonic()
     ranks[1].send_signal(how)
@@ -76,7 +76,8 @@ def test_all_ranks_exit_when_one_is_stopped_or_killed(
 
 @pytest.mark.nightly
 def test_no_rank_exits_after_all_were_stopped(ranks: list[subprocess.Popen[str]]) -> None:
-    """No rank exits if all were stopped for longer than the timeout, as by Ctrl-Z.
+    """No rank exits after all ranks were stopped for longer than the timeout, for example by
+    Ctrl-Z.
 
     No rank ends with an error if the ranks shut down one after another.
     """

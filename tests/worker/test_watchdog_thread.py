@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watchdog of one rank: its datagrams and timeouts, and the exit of the process.
+"""The watchdog of one rank: its datagrams and timeouts, and how it ends the process.
 
-The exit is only recorded here.
+These tests only record that the process would exit.
 """
 
 import os
@@ -39,9 +39,9 @@ pytestmark = [
 TOKEN, RANK, BEAT_S = b"token of sixteen", 258, 0.1
 HERE, ELSEWHERE = "this machine", "another machine"
 NO_PROCESS = 2**30
-"""A process id that is larger than any real one."""
+"""A process id that is larger than any real process id."""
 SOON_S = 20.0
-"""Timeout that suffices on a busy machine, in seconds."""
+"""Timeout in seconds that suffices even on a busy machine."""
 
 
 def bound() -> socket.socket:
@@ -53,7 +53,7 @@ def bound() -> socket.socket:
 
 @pytest.fixture
 def exits(monkeypatch: pytest.MonkeyPatch) -> "queue.Queue[int]":
-    """A queue of the exit codes with which this process would exit. In the test, only the calling
+    """A queue of the codes with which this process would exit. In the tests, only the calling
     thread ends.
     """
     codes: queue.Queue[int] = queue.Queue()
@@ -68,7 +68,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> "queue.Queue[int]":
 
 @pytest.fixture
 def process() -> Iterator["subprocess.Popen[bytes]"]:
-    """The process of another rank."""
+    """A real process that stands for another rank."""
     sleeping = subprocess.Popen(["sleep", "600"])
     yield sleeping
     sleeping.kill()
@@ -107,9 +107,9 @@ def beat(rank: int, token: bytes = TOKEN) -> bytes:
 
 
 def test_every_other_rank_receives_a_datagram_per_beat(watch: Callable[..., Watchdog]) -> None:
-    """Every other rank receives one datagram per beat.
+    """The watchdog sends one datagram per beat to every other rank.
 
-    An invalid address of a rank and received datagrams do not change the interval.
+    Neither an invalid address of a rank nor received datagrams change this interval.
     """
     first, second = bound(), bound()
     unreachable = PeerRank(1, NO_PROCESS, ELSEWHERE, ("127.0.0.1", 0))
@@ -151,8 +151,8 @@ def test_silent_ranks_of_other_machines_are_named_and_not_killed(
 def test_a_silent_rank_of_this_machine_is_killed(
     watch: Callable[..., Watchdog], exits: "queue.Queue[int]", process: "subprocess.Popen[bytes]"
 ) -> None:
-    """A silent rank on this machine is killed, because a stopped process would keep its GPU
-    memory.
+    """A silent rank on this machine is killed, because a stopped process would otherwise keep its
+    GPU memory.
     """
     watch(PeerRank(1, process.pid, HERE, bound().getsockname()), timeout_s=0.5)
     assert exits.get(timeout=SOON_S) == ENGINE_DIED
@@ -173,8 +173,8 @@ def test_an_ended_process_is_detected_within_a_few_beats(
     process: "subprocess.Popen[bytes]",
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """If a rank on this machine has ended, this is detected within a few beats instead of after the
-    timeout.
+    """If a rank's process on this machine has ended, the watchdog detects this within a few beats
+    instead of after the timeout.
 
     A live rank and a remote rank are unaffected.
     """
@@ -194,7 +194,7 @@ def test_an_ended_process_is_detected_within_a_few_beats(
 def test_an_orderly_shutdown_ends_no_process(
     watch: Callable[..., Watchdog], exits: "queue.Queue[int]", process: "subprocess.Popen[bytes]"
 ) -> None:
-    """An orderly shutdown ends no process. The watchdog's thread ends and closes its
+    """An orderly shutdown kills no process. The watchdog's thread ends and closes its file
     descriptors.
     """
     address = bound().getsockname()
@@ -214,9 +214,10 @@ def test_an_orderly_shutdown_ends_no_process(
 def test_only_datagrams_with_the_token_count(
     watch: Callable[..., Watchdog], exits: "queue.Queue[int]", caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only datagrams with the engine's token count.
+    """Only datagrams with the engine's token count as signs of life.
 
-    Of two ranks, one sends this token and stays alive, and the other sends another token.
+    In this test, one rank sends the engine's token and counts as alive, and another one sends a
+    different token.
     """
     address = bound().getsockname()
     others = [PeerRank(rank, NO_PROCESS, ELSEWHERE, address) for rank in (1, 2)]
@@ -268,7 +269,9 @@ def test_steps_are_served_by_the_first_rank_of_the_last_stage(
 
 
 class Groups:
-    """A mock of vLLM's groups on the second of four ranks, with two stages on `machines`."""
+    """A mock of vLLM's process groups on the second of four ranks, with two pipeline stages on
+    `machines`.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *machines: str) -> None:
         self.machines = machines
@@ -289,7 +292,7 @@ class Groups:
             found[:] = [self.of(0, mine), mine]
 
     def of(self, rank: int, mine: Any) -> Any:
-        """Return the object that another rank contributes to a collective."""
+        """Return the object that rank `rank` contributes to a collective."""
         machine = self.machines[rank // 2]
         if isinstance(mine, str):
             return machine
@@ -327,8 +330,8 @@ def test_ranks_exchange_addresses_and_a_token(
 ) -> None:
     """Ranks exchange their addresses, and all use the token of rank 0.
 
-    If all ranks are on one machine, they listen on the loopback interface, otherwise on the address
-    of their host.
+    If all ranks are on one machine, they listen on the loopback interface; otherwise each rank
+    listens on the address of its host.
     """
     here = machine_id()
     groups = Groups(monkeypatch, here, "another machine" if other_machine else here)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models without the step protocol: which method runs, and which errors it raises."""
+"""Models that do not implement the step protocol: which of their methods runs, and which errors are
+raised.
+"""
 
 import dataclasses
 import shutil
@@ -25,7 +27,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Doubler(StepPipeline):
-    """A model registered with vLLM that doubles the tensor `x`. Options select a failure."""
+    """A model that doubles the tensor `x`. The options of a request can select a failure."""
 
     supports_step_execution = False
 
@@ -73,9 +75,9 @@ def doubler(tmp_path: Path, null_world: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_the_runner_serves_a_model_without_steps(
     doubler: Path, make_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a model without steps, one request is one engine step.
+    """For a model that does not implement steps, one request takes one engine step.
 
-    A failure affects only its own request, and the log names the method that runs.
+    A failure affects only its own request, and a log line names the model's method that runs.
     """
     said: list[str] = []
     monkeypatch.setattr(whole_request.logger, "info", lambda text, *args: said.append(text % args))
@@ -115,8 +117,8 @@ def test_the_runner_serves_a_model_without_steps(
     ],
 )
 def test_sample_precedes_forward_and_diffuse(methods: tuple[str, ...], found: str) -> None:
-    """`sample` takes precedence over `forward` and `diffuse`. Methods of nn.Module and StepPipeline
-    do not count.
+    """`sample` takes precedence over `forward` and `diffuse`. Methods inherited from nn.Module and
+    StepPipeline do not count.
     """
     for base in (nn.Module, StepPipeline):
         model = type(

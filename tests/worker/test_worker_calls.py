@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DiffusionWorkerMixin` with a mocked stock worker and a runner in this process."""
+"""`DiffusionWorkerMixin` on a mock of the stock worker, with a runner in this process."""
 
 import contextlib
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_worker_disables_the_v2_model_runner(worker: Any) -> None:
     """The worker disables vLLM's V2 model runner, because the diffusion runner belongs to neither
-    generation.
+    of vLLM's two runner generations.
     """
     assert worker.calls == [(("config",), {"rank": 3})]
     assert worker.use_v2_model_runner is False
@@ -94,9 +94,10 @@ def test_a_reload_invalidates_the_weights_digest(worker: Any) -> None:
 def test_a_rank_reports_whether_its_exceptions_reach_the_engine(
     worker: Any, monkeypatch: pytest.MonkeyPatch, responses: bool
 ) -> None:
-    """An exception on the rank that returns results ends the step.
+    """An exception on the rank that returns results to the engine ends the step.
 
-    The engine does not receive exceptions of other ranks. Results are received after the step.
+    The engine does not receive exceptions from other ranks. A rank starts to receive results after
+    the step.
     """
     heard: list[bool] = []
 
@@ -161,7 +162,9 @@ def test_ranks_watch_each_other_from_the_warm_up_to_the_shutdown(
 def test_every_rank_has_the_paths_of_all_and_the_first_logs_them(
     worker: Any, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    """A fast path that one rank lacks is off on every rank, and the first rank logs the paths."""
+    """A fast path that is unavailable on one rank is off on every rank, and the first rank logs all
+    fast paths.
+    """
     on, off = FastPath("a", "slow"), FastPath("a", "slow", "it is missing")
     world = SimpleNamespace(rank=rank, world_size=2, cpu_group="gloo")
     worker.vllm_config, worker.model_runner = None, SimpleNamespace(network=None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values in a checkpoint's `world.json` reach the options, and invalid values are refused."""
+"""Values in a checkpoint's `world.json` become option values, and invalid values are refused."""
 
 import json
 from pathlib import Path
@@ -60,7 +60,9 @@ def test_a_directory_without_a_description_has_none(tmp_path: Path) -> None:
 
 
 def test_a_model_has_a_size_separate(tmp_path: Path) -> None:
-    """The world description overrides the model's default size, and the user overrides both."""
+    """The frame size in the world description overrides the model's default, and a size set by the
+    user overrides both.
+    """
     assert with_defaults(None, None, (32, 48)) == {"omni": {"height": 32, "width": 48}}
     assert with_defaults({"omni": {"width": 64}}, None, (32, 48)) == {"omni": {"width": 64}}
     assert with_defaults({}, description(tmp_path), (32, 64))["omni"]["width"] == 80
@@ -85,8 +87,8 @@ def test_a_model_has_a_size_separate(tmp_path: Path) -> None:
 def test_the_description_fills_in_what_the_user_left_open(
     tmp_path: Path, given: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    """The description sets the size and the model options that the user did not set. Other keys do
-    not change.
+    """The description sets the frame size and the model options that the user has not set. Other
+    keys do not change.
     """
     assert with_defaults({"omni": given, "other": 1}, description(tmp_path)) == {
         "omni": expected,
@@ -95,8 +97,8 @@ def test_the_description_fills_in_what_the_user_left_open(
 
 
 def test_a_size_it_was_not_trained_for_is_named(tmp_path: Path) -> None:
-    """For a size that the world was not trained for, a warning lists the sizes that it was trained
-    for.
+    """If the frame size is one that the world was not trained for, a warning lists the sizes that
+    it was trained for.
     """
     found = description(tmp_path)
     assert found.untrained_size(160, 96) is None
@@ -107,7 +109,7 @@ def test_a_size_it_was_not_trained_for_is_named(tmp_path: Path) -> None:
 
 
 def test_clients_are_notified_what_concerns_them(tmp_path: Path) -> None:
-    """Clients receive the world description without the tour and the model's options."""
+    """Clients receive the world description, except for the tour and the model options."""
     reported = description(tmp_path).as_hello()
     assert reported["prompts"][1] == {"name": "snow", "text": "in the snow"}
     assert reported["sizes"] == ((80, 48), (160, 96)) or reported["sizes"] == [[80, 48], [160, 96]]
@@ -138,8 +140,8 @@ def test_clients_are_notified_what_concerns_them(tmp_path: Path) -> None:
     ],
 )
 def test_nonsense_is_refused(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
-    """An invalid description is refused in one line with the value. Files outside the directory are
-    refused.
+    """An invalid description is refused with a one-line error that contains the invalid value.
+    Files outside the checkpoint directory are refused too.
     """
     with pytest.raises(ValueError, match=complaint) as caught:
         read_description(write(tmp_path, **changes))
@@ -147,8 +149,8 @@ def test_nonsense_is_refused(tmp_path: Path, changes: dict[str, Any], complaint:
 
 
 def test_a_link_out_of_the_directory_is_refused(tmp_path: Path) -> None:
-    """A link that leads out of the checkpoint is refused, because a served image must be inside the
-    checkpoint.
+    """A symbolic link that leads out of the checkpoint is refused, because a served image must be
+    inside the checkpoint.
     """
     secret = tmp_path / "secret.png"
     Image.new("RGB", (8, 8)).save(secret)

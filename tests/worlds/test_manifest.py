@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest detects a damaged directory.
+"""Damaged checkpoint directories are detected with their manifest.
 
-The error has one line and names the command that writes the directory again.
+The one-line error names the command that writes the directory again.
 """
 
 import json
@@ -22,8 +22,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_whole_directory_passes(folder: Path) -> None:
-    """A complete directory passes. The manifest lists every other file, and additional files are
-    ignored.
+    """A complete directory passes the check. The manifest lists every file but itself, and
+    additional files are ignored.
     """
     manifest = read_manifest(folder)
     assert manifest is not None
@@ -53,7 +53,9 @@ def test_a_directory_without_manifest_is_not_checked(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_file_is_one_line(folder: Path, damage: object, what: str) -> None:
-    """The error for a damaged file has one line with the file, the damage and the command."""
+    """The error for a damaged file is one line that names the file, the damage and the command that
+    writes the directory again.
+    """
     assert callable(damage)
     damage(folder / "weights" / "a.bin")
     with pytest.raises(ValueError, match=what) as caught:

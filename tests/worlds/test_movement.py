@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Controls move a camera: it first turns and then walks. A wall stops it or makes it slide along
-the wall.
+"""Controls move a camera, which first turns and then walks. A wall stops the camera or makes it
+slide along the wall.
 """
 
 from pathlib import Path
@@ -69,8 +69,8 @@ def test_looking_up_neither_slows_nor_lifts_a_walker() -> None:
 
 @pytest.mark.parametrize(("start", "end"), [(0, 40), (38, 38), (60, 60)])
 def test_a_world_limits_how_far_a_camera_looks_up(start: float, end: float) -> None:
-    """A key that looks up has no effect beyond the world's limit. A camera that starts beyond it
-    can look back.
+    """The key to look up has no effect beyond the world's pitch limit. A camera that starts beyond
+    the limit can look back down.
     """
     poses, pitch = world_pose(0, 0, 0, start)[None], torch.tensor([start], dtype=torch.float64)
     for _ in range(20):
@@ -82,7 +82,7 @@ def test_a_world_limits_how_far_a_camera_looks_up(start: float, end: float) -> N
 
 
 def test_a_wall_ends_a_straight_walk() -> None:
-    """A camera that walks straight at a wall stays in the last free cell in front of it."""
+    """A camera that walks straight into a wall stays in the last free cell in front of it."""
     pose = _walk(world_pose(0.03, 0, 0), "w", 40, _grid())
     assert 4.9 < float(pose[2, 3]) < 5.0 and abs(float(pose[0, 3]) - 0.03) < 0.2
     again = _walk(pose, "w", 40, _grid())
@@ -99,8 +99,8 @@ def test_a_walker_slides_along_a_wall() -> None:
 
 
 def test_nothing_is_jumped_over_at_the_largest_speed() -> None:
-    """At the largest speed, a wall of 60 cm still stops a camera, although its eight steps per
-    latent frame are 4 m.
+    """At the highest speed, a wall that is 60 cm thick still stops a camera, although the camera
+    moves 4 m (eight steps) per latent frame.
     """
     cells = torch.zeros(200, 200, dtype=torch.bool)
     cells[60:66] = True
@@ -129,7 +129,7 @@ def test_the_world_repeats_after_its_side() -> None:
         [[0.0, 6.0], [0.0, -14.0], [20.0, 26.0], [0.0, 0.0], [-20.0, 20.0]], dtype=torch.float64
     )
     assert grid.blocked(positions).tolist() == [True, True, True, False, False]
-    # The next wall in the south belongs to the next period.
+    # The next wall to the south belongs to the next period of the world.
     south = _walk(world_pose(0, -15.5, 0), "s", 60, grid)
     assert -30.0 <= float(south[2, 3]) < -29.9
 
@@ -145,8 +145,8 @@ def test_cameras_move_independently_of_each_other() -> None:
 
 
 def test_a_grid_survives_its_file(tmp_path: Path) -> None:
-    """A grid that is written to a file is read back unchanged. The first row of the image is north,
-    and black cells are blocked.
+    """A grid that is written to an image file is read back unchanged. The first row of the image is
+    the northernmost one, and black cells are blocked.
     """
     cells = torch.rand(30, 40, generator=torch.Generator().manual_seed(3)) < 0.4
     OccupancyGrid(cells, 12.0).write(tmp_path / "grid.png")

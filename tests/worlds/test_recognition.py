@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A world's start images are recognised even if their files were changed, and other images are
-not.
+"""A world's start images are recognised even after they were recompressed or resized, and other
+images are not.
 """
 
 import importlib.resources
@@ -62,8 +62,8 @@ def test_a_start_image_is_recognised(
     scale: float,
     quality: int | None,
 ) -> None:
-    """A start image is recognised as a JPEG of low quality, at half and double size, and stretched
-    as by the endpoints.
+    """A start image is recognised even as a low-quality JPEG, at half or double size, or stretched
+    as the endpoints do.
 
     The three styles of an image are distinguished.
     """
@@ -85,7 +85,7 @@ def test_a_view_half_a_metre_away_is_another_image(images: StartImages) -> None:
     """A view from half a metre away, or after a turn of five degrees, is not recognised as the
     start image.
 
-    The street at dusk has the least contrast.
+    The test uses the street at dusk because that image has the least contrast.
     """
     _, x, z, heading = next(view for view in VIEWS if view[0] == "street")
     moves = [(0.5, 0, 0), (-0.5, 0, 0), (0, 0.5, 0), (0, -0.5, 0), (0, 0, 5), (0, 0, -5)]
@@ -137,8 +137,8 @@ def other_images(description: WorldDescription) -> list[torch.Tensor]:
 
 
 def test_no_other_image_is_recognised(description: WorldDescription, images: StartImages) -> None:
-    """Mirrored and shifted start images, a walk, photographs, gradients, flat colours and noise are
-    not recognised.
+    """Mirrored and shifted start images, frames of a walk, photographs, gradients, uniform colours
+    and noise are not recognised.
     """
     others = other_images(description)
     assert len(others) == 1000

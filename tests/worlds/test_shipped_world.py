@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The world in the package is complete and described, and it can be written to any directory."""
+"""The world in the package is complete and has a description, and it can be written to any
+directory.
+"""
 
 import logging
 import shutil
@@ -33,7 +35,9 @@ def written(tmp_path: Path) -> Path:
 
 
 def test_everything_is_there_and_small(village: Path) -> None:
-    """Every file of the directory is in its manifest, and the files take up at most 25 MB."""
+    """Every file in the world's directory is listed in its manifest, and together the files take up
+    at most 25 MB.
+    """
     manifest = read_manifest(village)
     assert manifest is not None
     found = {path.relative_to(village).as_posix() for path in village.rglob("*") if path.is_file()}
@@ -43,8 +47,8 @@ def test_everything_is_there_and_small(village: Path) -> None:
 
 
 def test_the_description_fits_the_files(village: Path) -> None:
-    """Start images have the trained size, and the video of the tour has as many frames as the
-    tour.
+    """Start images have the size that the world was trained for, and the tour's video has as many
+    frames as the tour.
     """
     description = read_description(village)
     assert description is not None
@@ -81,8 +85,8 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
 
 
 def test_serving_it_needs_no_option(written: Path) -> None:
-    """Serving the world needs no option: the defaults are the trained size, the world's decoder and
-    the keys' focal length.
+    """Serving the world requires no option: the defaults are the frame size used in training, the
+    world's own decoder and the focal length that the keys assume.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -105,8 +109,8 @@ def test_serving_it_needs_no_option(written: Path) -> None:
 def test_a_size_it_was_not_trained_for_is_warned_of(
     written: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With a size that the world was not trained for, the server starts and logs a warning with the
-    trained size.
+    """With a frame size that the world was not trained for, the server starts and logs a warning
+    that states the size used in training.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -125,8 +129,8 @@ def test_a_size_it_was_not_trained_for_is_warned_of(
 
 @pytest.mark.parametrize("name", [*WEIGHTS, "transformers/config.json", "world.json"])
 def test_a_damaged_copy_is_refused_before_anything_starts(written: Path, name: str) -> None:
-    """A damaged copy is refused before a process starts, in one line with the file and the command
-    that writes it again.
+    """A damaged copy is refused before a process starts, with a one-line error that names the file
+    and the command that writes it again.
     """
     (written / name).write_bytes((written / name).read_bytes()[:-1])
     with pytest.raises(CommandError, match=r"is damaged .*`vllm-omni make-world DIR`$") as caught:

@@ -267,8 +267,8 @@ class Autoencoder(nn.Module):
 def with_latents_scaled(
     state: dict[str, torch.Tensor], centre_C: torch.Tensor, scale_C: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Return the state dict of the same autoencoder with latents (z - centre) / scale. Only its
-    last and first convolutions over single cells change.
+    """Return the state dict of the same autoencoder with latents (z - centre) / scale. Only `conv1`
+    and `conv2`, the convolutions over single latent cells, change.
     """
     out = {name: value.clone() for name, value in state.items()}
     own = slice(0, LATENT_CHANNELS)

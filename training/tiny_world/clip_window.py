@@ -96,7 +96,8 @@ class ChunkRun:
         self, latents: torch.Tensor, timestep: torch.Tensor, *, write: bool = False
     ) -> torch.Tensor:
         """Predict the flow of latents [B, f, 16, h, w] at timesteps [B, f]. With `write`, store the
-        keys and values in the window, which are clean at timestep 0.
+        keys and values in the window. At timestep 0, the stored keys and values are those of clean
+        frames.
         """
         model = self.model
         time, rows = model.time(timestep)
@@ -134,7 +135,7 @@ def roll_out(
     Return (latents [B, F, 16, h, w], step inputs [steps, B, F, 16, h, w]).
 
     `given` contains the true latents, [B, F, 16, h, w]. The first `num_given` [B] chunks of a clip
-    are copied from them. The step inputs are the latents that the network received at each step:
+    are copied from `given`. The step inputs are the latents that the network received at each step:
     its own x0 of the previous step with new noise.
     """
     frames = given.shape[1]

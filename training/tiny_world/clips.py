@@ -23,10 +23,12 @@ from training.tiny_world.village import STYLES
 from training.tiny_world.walks import Walks, random_walks
 
 LATENTS = 21
-"""Default number of latent frames of a clip, which is that of a window and its sink frames."""
+"""Default number of latent frames of a clip: the length of a window plus the number of its sink
+frames.
+"""
 CONDITION_LATENTS = 6
-"""Number of latent frames of [image, grey, grey, ...] that are stored. All later ones equal the
-last of them.
+"""Number of latent frames of [image, grey, grey, ...] that are stored. All later frames equal the
+last stored frame.
 """
 _HELD_OUT_SEED = 880_001
 
@@ -97,8 +99,8 @@ def make_clips(
     at_once: int = 16,
     paired: float = 0.25,
 ) -> Shard:
-    """Return one batch of the data set: `number` walks of `latents` latent frames and, for a share
-    `paired` of them, the same walk in a second style.
+    """Return one batch of the data set: `number` walks of `latents` latent frames and, for a
+    fraction `paired` of these walks, the same walk in a second style.
     """
     generator = torch.Generator().manual_seed(seed)
     walks = random_walks(number, latents, seed)

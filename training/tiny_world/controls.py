@@ -14,10 +14,11 @@ from vllm_omni.evaluation.camera_motion import channels_first, peak
 def distances_walked(
     frames_NHW3: torch.Tensor, rendered_DHW3: torch.Tensor, distances_D: torch.Tensor
 ) -> torch.Tensor:
-    """Return the metres walked at each frame, [N], which are the distance of the most similar
-    rendered view.
+    """Return the distance walked at each frame in metres, [N], estimated as the distance of the
+    most similar rendered view.
 
-    Both images are blurred slightly, so that noise does not affect the result.
+    The frames and the rendered views are blurred slightly, so that noise does not affect the
+    result.
 
     Args:
         distances_D: Distances of the rendered views in metres, evenly spaced and increasing.

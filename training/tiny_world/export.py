@@ -4,9 +4,9 @@
     python -m training.tiny_world.export --vae vae.pt --tiny-decoder tiny_decoder.pt --transformer
     STATE_DIR --out DIR
 
-All weights are fp16. The layout fixes the normalisation of latents, so the difference is folded
-into the outermost convolutions of the autoencoder. The text encoder is copied from the checkpoint
-that computed the embeddings for training (see `embed_prompts`).
+All weights are fp16. The layout prescribes a normalisation of latents, so the difference from the
+trained normalisation is folded into the outermost convolutions of the autoencoder. The text encoder
+is copied from the checkpoint that computed the embeddings for training (see `embed_prompts`).
 """
 
 import argparse

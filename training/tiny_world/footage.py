@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renders clips of random walks on the device, on which the autoencoder and the decoders are
-trained.
+"""Renders the clips of random walks on which the autoencoder and the decoders are trained. The
+clips are rendered on the training device.
 """
 
 import time

@@ -67,8 +67,8 @@ def block_mask(seen: torch.Tensor, clip_mode: torch.Tensor, tokens: int) -> Bloc
     All tensors must be on one device.
 
     The tokens of one frame do not fill whole blocks, so more than half of the blocks are masked
-    token by token. To make this fast, the runs of each query are read once, and each key is only
-    compared with them.
+    token by token. To make this fast, the runs of each query are read once, and each key is
+    compared only with these runs.
     """
     length = seen.shape[1] * tokens
     runs = seen_runs(seen.cpu(), tokens).to(seen.device)

@@ -19,8 +19,8 @@ def named_style(colours_N3: torch.Tensor, styles_NS3: torch.Tensor) -> torch.Ten
 
 
 def image_errors(made: torch.Tensor, truth: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the means of the absolute error, of its square and of its gradients, as losses for
-    decoders.
+    """Return losses for decoders: the mean absolute error (`l1`), the mean squared error (`mse`),
+    and the mean absolute error of the horizontal and vertical differences (`gradient`).
     """
     error = made - truth
     across, down = error[..., 1:] - error[..., :-1], error[..., 1:, :] - error[..., :-1, :]

@@ -108,7 +108,7 @@ class Muon:
     @torch.no_grad()
     def step(self, scale: torch.Tensor) -> None:
         """Apply the gradients of the parameters. `scale` multiplies the learning rate and is on the
-        same device.
+        device of the parameters.
         """
         if not self.parameters:
             return
@@ -189,7 +189,7 @@ class Optimizer:
 
     def set_scale(self, scale: float) -> None:
         """Set the factor of both learning rates. The factor is set separately from `apply`, so that
-        this is not part of a CUDA graph.
+        a CUDA graph of `apply` does not contain a fixed factor.
         """
         self.scale.fill_(scale)
         for group in self.adam.param_groups:
@@ -213,7 +213,7 @@ class Optimizer:
             )
 
     def clip(self, largest_norm: float) -> torch.Tensor:
-        """Scale all gradients so that their common norm is at most `largest_norm`. Return the norm
+        """Scale all gradients so that their global norm is at most `largest_norm`. Return the norm
         before scaling, on the device.
         """
         return torch.nn.utils.clip_grad_norm_(self.parameters, largest_norm)

@@ -127,7 +127,7 @@ class EngineWorld:
         # Memory for sessions on a CPU, in GiB. By default, vLLM's CPU worker requires 92 % of the
         # memory to be free.
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
-        from vllm import LLM  # slow import, which `--help` should not need
+        from vllm import LLM  # imported late, because `--help` should not wait for it
 
         from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 

@@ -6,9 +6,9 @@ truth.
     python -m training.tiny_world.score --model DIR --seed 1 --players still bot
 
 The held-out walks of `score.py` are drawn from the same walker as the training data. The walks in
-this module are different: they stand still for minutes, walk into walls, hold one key across the
-border of the period, and switch prompts at any time. Positions are computed with the same
-integrator and occupancy grid as in the server.
+this module are different: they stand still for minutes, walk into walls, hold one key while they
+cross the border of the periodic village, and switch prompts at any time. Positions are computed
+with the same integrator and occupancy grid as in the server.
 
 Latent frames (four per second) are measured, without the start image. The following values are
 computed for each second of a walk:
@@ -19,9 +19,10 @@ computed for each second of a walk:
     contrast            standard deviation divided by that of the truth
     village             share of frames that `recognise.py` recognises as a village in the prompt's
                         style, or that show the same view as the truth (`SAME_VIEW_DB`). A frame is
-                        judged only if its view is open, as in the calibration of the classifier,
-                        and if the classifier recognises the truth. None: no frame was judged. In
-                        the second after a prompt, the previous style is also accepted
+                        judged only if its view is open (`recognise.open_views`), as in the
+                        calibration of the classifier, and if the classifier recognises the truth.
+                        None: no frame was judged. In the second after a prompt, the previous style
+                        is also accepted
 
 `table` contains the measures that have a target, and whether each target is met. Tested by
 tests/training/tiny_world/test_players.py.
@@ -71,14 +72,15 @@ LARGEST_PITCH = 32.0
 same angle.
 """
 APPROACH_LATENTS = 24
-"""Number of latent frames within which a walk into a wall arrives there."""
+"""Number of latent frames within which a walk into a wall reaches the wall."""
 AGAIN_S = 3.0
 """Seconds after the camera has turned away from a wall within which a world must show a village
 again.
 """
 
 SAME_VIEW_DB = 30.0
-"""PSNR from which a frame counts as a village if the truth does, regardless of the classifier.
+"""Minimum PSNR of a frame against the truth at which the frame counts as a village whenever the
+classifier accepts the truth.
 
 Near its threshold, the classifier can reject a frame with 36 dB although it accepts the truth.
 """
@@ -162,7 +164,7 @@ def _idle_spells(number: int, seconds: int, seed: int, generator: torch.Generato
 
 
 def _straight(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
-    """Hold `w` where the free way is longest and crosses the border of the period, then turn around
+    """Hold `w` along the longest free path that crosses the border of the period, then turn around
     and walk back.
     """
     latents = LATENTS_A_SECOND * seconds
@@ -210,8 +212,8 @@ def _spin(number: int, seconds: int, seed: int, generator: torch.Generator) -> l
 def _back_and_forth(
     number: int, seconds: int, seed: int, generator: torch.Generator
 ) -> list[Player]:
-    """Hold one key for one to four seconds, then its opposite for the same time, and so on. Players
-    take turns with movement ahead, movement aside and looking.
+    """Hold one key for one to four seconds, then its opposite for the same time, and so on.
+    Successive players alternate between moving forward, moving sideways and looking.
     """
     keys = []
     for index in range(number):
@@ -225,7 +227,7 @@ def _back_and_forth(
 
 def _bot(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
     """Hold random keys, with none for a third of the time, and switch the prompt from time to time.
-    Three walks share each start.
+    Each start position is used for three walks.
     """
     latents = LATENTS_A_SECOND * seconds
     starts, yaw = _open_places(math.ceil(number / len(STYLES)), generator)
@@ -270,11 +272,12 @@ def players(
 
 
 def undone(keys: Sequence[str]) -> list[str]:
-    """Return the keys that lead back to the start of `keys` if there were no obstacles. The result
-    is one latent frame longer.
+    """Return the keys that would lead back to the start of `keys` if there were no obstacles. The
+    result is one latent frame longer than `keys`.
 
-    In each latent frame, the camera first turns and then moves. The way back must therefore move
-    first: each movement is undone together with the turn of the following latent frame.
+    In each latent frame, the camera first turns and then moves. On the way back, the camera must
+    therefore move first: each movement is undone together with the turn of the following latent
+    frame.
     """
     looks = [_only(held, "jlik").translate(_OPPOSITE) for held in keys]
     moves = [_only(held, "wsad").translate(_OPPOSITE) for held in keys]
@@ -291,10 +294,10 @@ def _players(
     turned_at: int | None = None,
     switches: bool = False,
 ) -> list[Player]:
-    """Return players with these keys. The first latent frame of a walk is the start image, and
-    players take turns with the styles.
+    """Return players with these keys. The first latent frame of a walk is the start image, and the
+    styles alternate between players.
 
-    Walks are filled up to whole chunks of three latent frames.
+    Walks are extended to whole chunks of three latent frames.
     """
     out = []
     for index, held in enumerate(keys):
@@ -320,7 +323,7 @@ def _players(
 
 
 def _open_places(number: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw positions with three metres of free way ahead, because a wall at arm's length has no
+    """Draw positions with three metres of free space ahead, because a wall at arm's length has no
     edges for comparing sharpness.
     """
     starts, yaw = free_places(16 * number, generator)
@@ -377,8 +380,8 @@ def _other_keys(last: str, generator: torch.Generator) -> str:
 def _free_keys(
     starts: torch.Tensor, yaw: torch.Tensor, latents: int, generator: torch.Generator
 ) -> list[list[str]]:
-    """Return keys of a bot for each start that can be undone: a player that would touch a wall
-    turns instead, and never looks further up or down than `LARGEST_PITCH`.
+    """Return, for each start position, keys of a bot that can be undone: a player that would touch
+    a wall turns instead, and never looks further up or down than `LARGEST_PITCH`.
     """
     number = len(starts)
     wished = [_bot_keys(latents, generator) for _ in range(number)]
@@ -464,8 +467,8 @@ def truth_of(renderer: Renderer, player: Player) -> torch.Tensor:
 class Seconds:
     """Measures of one walk, with one value per second.
 
-    `village`, bool [L], is whether each latent frame is recognised as a village. `judged`, bool
-    [L], is whether the frame is judged.
+    `village` (bool [L]) marks the latent frames in which a village is recognised, and `judged`
+    (bool [L]) marks the frames that are judged.
     """
 
     values: dict[str, list[float | None]]
@@ -473,7 +476,9 @@ class Seconds:
     judged: torch.Tensor
 
     def share(self) -> float | None:
-        """Return the share of villages among the judged frames, or None if no frame is judged."""
+        """Return the share of judged frames in which a village is recognised, or None if no frame
+        is judged.
+        """
         judged = self.village[self.judged].float()
         return _rounded(judged.mean()) if len(judged) else None
 
@@ -516,8 +521,8 @@ def _same_view(made_LHW3: torch.Tensor, truth_LHW3: torch.Tensor) -> torch.Tenso
 
 
 def again(seconds: Seconds, turned_at: int) -> float | None:
-    """Return the seconds from the end of a turn until three of four frames are a village, or None
-    if this never happens.
+    """Return the seconds from the end of a turn until a village is recognised in three of four
+    frames, or None if this never happens.
 
     Frames that are not judged are ignored.
     """

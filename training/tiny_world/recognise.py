@@ -211,8 +211,8 @@ def broken_frames() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def slightly_off(frames_N3HW: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return frames with the small defects of a good world: slightly soft and noisy, and with small
-    errors in level and contrast.
+    """Return frames with the small defects of a good world: slightly blurred and noisy, and with
+    small errors in level and contrast.
     """
     number = len(frames_N3HW)
     soft = _blurred(frames_N3HW, 0.9)
@@ -246,7 +246,7 @@ def _fog(frames: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _melted(frames: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Make frames soft, flat and darker at the same time."""
+    """Blur frames, reduce their contrast and darken them, all at the same time."""
     soft = _blur(frames, generator)
     flat = torch.lerp(
         soft, soft.mean(dim=(2, 3), keepdim=True), _uniform(len(frames), 0.0, 0.8, generator)
@@ -270,8 +270,8 @@ def _noisy(frames: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _mosaic(frames: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Put tiles of a frame in another order, some of them several times, or repeat one tile
-    everywhere.
+    """Rearrange the tiles of a frame, with some tiles repeated, or fill the frame with a single
+    tile.
     """
     side = (4, 8, 16)[int(torch.randint(3, (1,), generator=generator))]
     number, _, height, width = frames.shape

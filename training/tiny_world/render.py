@@ -170,7 +170,7 @@ class Renderer:
     @cached_property
     def _ground(self) -> torch.Tensor:
         """Return the lit colours of the ground, fp32 [S, texels of all levels, 4]. The fourth
-        channel is water.
+        channel marks water.
         """
         lights = self._lights
         cells = (torch.arange(TEXELS, device=self.device) + 0.5) * (PERIOD / TEXELS)

@@ -5,15 +5,15 @@
         DIR --resume DIR_OF_TEACHER --minutes M [--total-minutes T] [--decay]
 
 Clips are generated chunk by chunk with the current weights, as when served: with few steps, a K/V
-window and no gradients. This gives the result of each chunk and the input of the network at each of
-its steps. For every chunk, one step is drawn at random. A single packed forward pass then predicts
-the true frames from the network's own input at that step, after its own earlier chunks. Gradients
-flow through this step and through the clean frames that provide keys and values, but not through
-earlier steps, which are trained by other draws. Longer clips in the shards give longer rollouts
-without any other change.
+window and no gradients. The rollout provides the result of each chunk and the input of the network
+at each denoise step of the chunk. For every chunk, one step is drawn at random. A single packed
+forward pass then predicts the true frames from the network's own input at that step, after its own
+earlier chunks. Gradients flow through this step and through the clean frames that provide keys and
+values, but not through earlier steps, which are trained by other draws. Longer clips in the shards
+give longer rollouts without any other change.
 
-A rollout is used for several updates, each with other steps, because generating it takes longer
-than an update.
+A rollout is used for several updates, each with different steps, because generating a rollout takes
+longer than an update.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class OwnClips:
 
 class RollOuts:
     """Generates clips of whole walks for training. Each rollout is used for `reuse` updates, each
-    with other crops of it.
+    with different crops of the rollout.
 
     A clip starts with at most `given` true groups of three frames. `batch` is the number of walks
     per rollout and GPU.
@@ -101,8 +101,8 @@ class RollOuts:
         return OwnClips(batch, torch.cat(made), torch.cat(inputs, dim=1), age)
 
     def _cropped(self, own: OwnClips) -> OwnClips:
-        """Return a batch of the trainer's size with crops of the rollout, which have its first
-        frames as sink frames.
+        """Return a batch of the trainer's size with crops of the rollout. The sink frames of each
+        crop are the first frames of the rollout.
         """
         sampler = self.trainer.sampler
         wanted = sampler.chunk_B1[:, 0]
@@ -171,8 +171,8 @@ def predicted(
 
 
 def squares(x0: torch.Tensor, truth: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared error of v for each frame, [B, F], which is that of x0 divided by
-    sigma squared.
+    """Return the mean squared error of v for each frame, [B, F], which equals the mean squared
+    error of x0 divided by sigma squared.
     """
     return (x0 - truth).square().mean((2, 3, 4)) / sigma.square()
 

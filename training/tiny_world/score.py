@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Score a trained world by comparing generated walks with the rendered truth.
 
-The world has never seen the walks, and the real engine generates them.
+The walks are not part of the training data, and the real engine generates them.
 
     python -m training.tiny_world.score --model DIR --seed 1 --walks 24 --chunks 100 --json
 
@@ -27,7 +27,8 @@ which is the mean over walks:
         share of walks recognised as the style of their new prompt, one and two chunks after the
         switch
     level
-        mean level of the last tenth of the chunks minus the mean of the style, in a range of 2
+        mean level of the last tenth of the chunks minus the mean of the style, with pixel values
+        in [-1, 1]
     loop
         two latent frames of rest, 6 turning away, 6 turning back, rest: PSNR of the last chunk
         against the last frame of the first chunk
@@ -80,8 +81,8 @@ commanded distance, and the spacing is in metres.
 
 
 def wandering(number: int, chunks: int, seed: int) -> list[Played]:
-    """Return walks with random keys. The walks take turns with the styles, and prompts are drawn
-    from those of the style.
+    """Return walks with random keys. The styles alternate between walks, and the prompts of a walk
+    are drawn from those of its style.
     """
     walks = random_walks(number, LATENTS_A_CHUNK * chunks, seed + HELD_OUT)
     generator = torch.Generator().manual_seed(seed + HELD_OUT + 1)
@@ -313,8 +314,8 @@ def level_score(
     style_N: torch.Tensor,
     means_S3: torch.Tensor,
 ) -> dict[str, Any]:
-    """Return the mean level of the last tenth of the chunks minus the mean of the style, in a range
-    of 2, and the same value for the truth.
+    """Return the mean level of the last tenth of the chunks minus the mean of the style, with pixel
+    values in [-1, 1], and the same value for the truth.
 
     The walks of a style are averaged, because positions differ in level and a single walk therefore
     says little.
@@ -357,8 +358,8 @@ def score(
     drills: Sequence[str] = DRILLS,
     strip: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure a world. `drills` are those of `DRILLS` that are measured in addition to random
-    walks, and `strip` is the path of an image to write.
+    """Measure a world. `drills` contains the names in `DRILLS` that are measured in addition to
+    random walks, and `strip` is the path of an image to write.
     """
     wander = wandering(walks, chunks, seed)
     made = latent_frames(world.play(wander, truth.starts(wander)))
@@ -584,8 +585,8 @@ def table(result: dict[str, Any]) -> str:
 
 
 def own_stdout() -> TextIO:
-    """Return a stream to the standard output that only the result uses. vLLM and its processes,
-    which log to standard output, write to stderr from now on.
+    """Return a stream to the standard output that is used only for the result. vLLM and its
+    processes, which log to standard output, write to stderr from now on.
     """
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the training machine in under a minute: prints one line per check and raises an exception
+"""Check the training machine in under a minute. Prints one line per check and raises an exception
 at the first fault.
 
     torchrun --nproc-per-node N -m training.tiny_world.selftest --out DIR [--profile]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Third training phase: an adversary that distinguishes own rollouts from the truth, in addition to
-the regression that preserves the response to controls.
+"""Third training phase: an adversary that distinguishes the network's own rollouts from the truth,
+in addition to the regression that preserves the response to controls.
 
     torchrun --nproc-per-node N -m training.tiny_world.sharpen --data DIR --prompts prompts.pt --out
         DIR --resume DIR_OF_ROLLOUT --minutes M [--decoder FILE] [--adversarial R]
@@ -14,16 +14,16 @@ trained for only a handful of steps, and the time is better spent on one small a
 
 - Pairs: the adversary compares a clip with the truth of the same walk, so style, position and
   motion do not distinguish the two (relativistic loss: softplus of fake minus real). The slope of
-  the adversary is limited at real and at generated clips, by finite differences instead of second
-  derivatives.
+  the adversary is penalised at real and at generated clips, with finite differences instead of
+  second derivatives.
 - Balance: the adversary's gradient at x0 is scaled to R times the regression's, using running means
   of both norms, so R has the same meaning for every decoder and adversary. With `--sharpness`, R
   follows the sharpness of generated frames.
 - The adversary is used on every second clip, with all frames at the last step. The other clips are
   trained as in the second phase.
-- After dozens of own frames, the true position cannot be known, and regression would lead to blur.
-  Regression therefore fades (`Late`): its remaining part controls only the level of a frame, and
-  the adversary determines the content of such frames.
+- After dozens of generated frames, the true position cannot be known, and regression would lead to
+  blur. Regression therefore fades (`Late`): its remaining part controls only the level of a frame,
+  and the adversary determines the content of such frames.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the state of a training to files that are small enough to be copied back from a GPU
+"""Writes the state of a training run to files that are small enough to be copied back from a GPU
 host.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the tiny decoder of the world's latents, in TAEHV's layout.
+"""Train the tiny decoder for the world's latents, in TAEHV's layout.
 
     python -m training.tiny_world.train_tiny_decoder --vae vae.pt --out DIR --minutes 4
 

@@ -8,8 +8,8 @@ The autoencoder must reproduce frames closely, with latents that are smooth enou
 The script writes `vae.pt` (averaged weights in fp32, with normalised latents), `vae_state.pt` (for
 --resume) and `vae_curve.jsonl`. Noise on the input of the decoder, and a loss for the divergence
 from the normal distribution, keep details that no context could predict out of the latents. A share
-of the clips consists of an image and grey frames, because the condition of the served model
-consists of these.
+of the clips consists of an image and grey frames, because the condition of the served model has the
+same form.
 """
 
 import argparse

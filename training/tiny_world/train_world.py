@@ -174,8 +174,8 @@ def chunk_lengths(batch: int, single: float) -> torch.Tensor:
 @dataclass
 class Losses:
     """Result of an objective. `total` is the scalar to differentiate. `by_frame`, [B, F], contains
-    the detached losses, next to the sigmas and weights with which they were computed. `parts`
-    contains further detached scalars for the curve.
+    the detached losses, in addition to the sigmas and weights with which the losses were computed.
+    `parts` contains further detached scalars for the curve.
     """
 
     total: torch.Tensor
@@ -222,7 +222,7 @@ class Sums:
         self.sums[name] = value if name not in self.sums else self.sums[name] + value
 
     def read_means(self) -> dict[str, Any]:
-        """Return the means since the last `reset`. This waits for the device."""
+        """Wait for the device, and return the means since the last `reset`."""
 
         def mean(name: str) -> Any:
             total, count = self.sums[name].double().cpu()
@@ -628,8 +628,8 @@ def packed_losses(
 
 
 class TeacherForcing:
-    """Objective of the first phase. The context consists of slightly noised true frames. All chunks
-    of a clip are trained at once, each at its own sigma.
+    """Objective of the first phase. The context consists of true frames with a little noise. All
+    chunks of a clip are trained at once, each at its own sigma.
     """
 
     def __init__(self, trainer: Trainer) -> None:

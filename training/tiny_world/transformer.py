@@ -18,8 +18,8 @@ Tested by tests/training/tiny_world/test_world_transformer.py, which compares th
 """
 
 # B clips, F latent frames of a clip, G = 2 F (clean, then noisy), P tokens of a frame, S = G P, D
-# width, N heads, H head dim, C = H/2 rotary lanes, E text width, X text tokens, K kept frames of a
-# window
+# width, N heads, H head dim, C = H/2 rotary lanes, E text width, X text tokens, K cached frames of
+# a window
 
 import json
 import math
@@ -44,9 +44,9 @@ _MOTION = 12
 
 @dataclass(frozen=True)
 class Sizes:
-    """Architecture, and the sizes with which it is served. `grid` is the number of latent rows and
-    columns. `focals` are the focal lengths, in pixels of the output, for which camera maps can be
-    embedded. `chunk_frames` is the chunk length that the exported checkpoint states.
+    """Architecture, and the sizes that are used for serving. `grid` is the number of latent rows
+    and columns. `focals` are the focal lengths, in pixels of the output, for which camera maps can
+    be embedded. `chunk_frames` is the chunk length that the exported checkpoint states.
     """
 
     dim: int = 256
@@ -626,8 +626,8 @@ class WorldTransformer(nn.Module):
     ) -> torch.Tensor:
         """Predict the flow of every noisy frame, fp32 [B, F, 16, h, w].
 
-        `clean` and `noisy` are fp32 [B, F, 16, h, w]. `timesteps`, [B, F], are those of the noisy
-        frames. Clean frames have timestep 0.
+        `clean` and `noisy` are fp32 [B, F, 16, h, w]. `timesteps`, [B, F], are the timesteps of the
+        noisy frames. Clean frames have timestep 0.
         """
         time, rows = self.time(timesteps)
         _, clean_rows = self.time(timesteps.new_zeros(1, 1))

@@ -51,7 +51,7 @@ def load_uploads(height: int, width: int) -> torch.Tensor:
 
 def uploaded(keys: Sequence[str], latents: int, seed: int) -> list[Played]:
     """Return one walk from each image: a latent frame of rest, and then one of `keys`, which is
-    held. Images take turns with the keys.
+    held. The keys alternate between images.
     """
     walks = []
     for index in range(len(UPLOADS)):

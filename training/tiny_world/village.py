@@ -5,8 +5,8 @@ The village is a square with a side of `PERIOD` metres that repeats in both dire
 around a large open square, so cameras rarely come close to a wall. A church with a spire, a striped
 tower, a pond and hills on the horizon make the directions distinguishable. The axes are those of
 `camera.py`: x right (east), y down, z forward (north), and the ground is `EYE_HEIGHT` below the
-camera. The village is built only from numbers, so its tensors are the same on every machine. Tested
-by tests/training/tiny_world/test_render.py.
+camera. The village is computed only from constants, so its tensors are the same on every machine.
+Tested by tests/training/tiny_world/test_render.py.
 """
 
 # O polyhedra, P = 6 planes of each, E ellipsoids, S styles
@@ -100,7 +100,9 @@ WELL = (0.0, 0.6, 0.75)
 
 
 def wrap(offset: torch.Tensor) -> torch.Tensor:
-    """Return the metres to the nearest copy of an object `offset` away along an axis."""
+    """Return the offset in metres, along an axis, to the nearest copy of an object that is `offset`
+    away.
+    """
     return offset - PERIOD * torch.round(offset / PERIOD)
 
 

@@ -335,8 +335,8 @@ class _Walker:
 
 
 def _motion(keys_N: torch.Tensor, scale_N: torch.Tensor | float) -> CameraMotion:
-    """Return the motion for keys given as bits. `scale_N` is a factor of the motion, as from a
-    stick.
+    """Return the motion for keys given as bits. `scale_N` scales the motion, as an analogue stick
+    does.
     """
     held = {key: ((keys_N & bit) > 0).double() * scale_N for key, bit in _BIT.items()}
     return CameraMotion(

@@ -25,8 +25,8 @@ from training.tiny_world.village import PERIOD
 from vllm_omni.model_executor.models.lingbot_world.world_pose import frame_features
 
 CONDITION_FRAMES = 6
-"""Number of latent frames of the condition that a shard contains. All later ones equal the last of
-them.
+"""Number of latent frames of the condition that a shard contains. All later frames equal the last
+of these frames.
 """
 
 SHIPPED = Path(__file__).parents[2] / "vllm_omni" / "worlds" / "village"
@@ -172,11 +172,11 @@ class Mix:
     and has sink frames of another walk. `other_sink` is the share of far clips that have sink
     frames of any style.
     `few` is the probability that the noise level of a chunk is one of `sigmas`. All other noise
-    levels are continuous, with `shift`. `noisy_context` is the probability that a clean chunk gets
-    noise, of at most `context_sigma`. `second_chunk` is the loss weight of frames 3 to 5, which
-    have the least context. With probability `unknown`, the world pose is left out. `crop` is the
-    number of latent frames of a packed clip: the first frames of the walk are the sink frames, and
-    the others are consecutive frames from a random position (with probability `start`, from the
+    levels are continuous, with `shift`. `noisy_context` is the probability that noise of at most
+    `context_sigma` is added to a clean chunk. `second_chunk` is the loss weight of frames 3 to 5,
+    which have the least context. With probability `unknown`, the world pose is left out. `crop` is
+    the number of latent frames of a packed clip: the first frames of the walk are the sink frames,
+    and the others are consecutive frames from a random position (with probability `start`, from the
     beginning). With probability `other_context`, the clean frames are those of another walk, so
     that only the pose determines the result.
     """
@@ -258,7 +258,7 @@ class Sampler:
         )
 
     def crops(self, batch: int) -> torch.Tensor:
-        """Draw how many latent frames each crop leaves out after its sink frames, [batch]. The
+        """Draw how many latent frames each crop leaves out after its sink frames, [batch]. Each
         number is a multiple of three.
         """
         most = (self.shard.frames - self.frames) // 3
@@ -274,7 +274,7 @@ class Sampler:
         crop_B: torch.Tensor | None = None,
     ) -> Batch:
         """Return a batch of the given clips. `switches_B` has an effect only on clips with a twin.
-        If `unknown_B` or `crop_B` is None, all poses are known or no frames are left out.
+        If `unknown_B` is None, all poses are known. If `crop_B` is None, no frames are left out.
         """
         shard, sizes, batch = self.shard, self.sizes, len(index_B)
         sink_F = self.frame_F < sizes.sink
@@ -340,8 +340,8 @@ class Sampler:
         return Batch(latents, clips, weights)
 
     def context(self, latents: torch.Tensor) -> torch.Tensor:
-        """Return the clean frames for training, with a little noise. In some clips, they are
-        replaced with those of the previous clip in the batch.
+        """Return the clean frames for training, with a little noise. In some clips, the clean
+        frames are replaced with those of the previous clip in the batch.
         """
         swapped = self._chance(len(latents), self.mix.other_context).view(-1, 1, 1, 1, 1)
         shown = torch.where(swapped, latents.roll(1, dims=0), latents)
@@ -388,7 +388,7 @@ def noised(latents: torch.Tensor, sigma_BF: torch.Tensor, noise: torch.Tensor) -
 
 def synthetic_shard(num: int, frames: int, sizes: Sizes, seed: int = 0) -> dict[str, torch.Tensor]:
     """Return the fields of a shard with smooth, moving random latents for tests of the trainer. The
-    latents depict nothing.
+    latents do not represent real images.
     """
     generator = torch.Generator().manual_seed(seed)
     rows, columns = sizes.grid
@@ -447,10 +447,10 @@ def embed_prompts(
     is too long and would be truncated.
 
     The weights of this encoder are random, and other versions of torch and transformers would draw
-    other weights. A world that was trained on the embeddings of one encoder cannot be used with
+    different weights. A world that was trained on the embeddings of one encoder cannot be used with
     those of another.
 
-    Embeddings after the end of a prompt are zero and are part of the attention, as in the served
+    Embeddings after the end of a prompt are zero and take part in the attention, as in the served
     network.
     """
     from vllm_omni.model_executor.models.wan.text_encoder.encoder import TextEncoder

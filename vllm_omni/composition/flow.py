@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`run_flow`: runs the steps of a request concurrently and puts their events into a bounded queue.
 
-A step is a coroutine function that takes `emit`. All steps run concurrently. `emit` waits while
-`max_pending` events have not been read, so a slow reader delays the steps. The first step that
-raises an exception cancels the others, and the reader receives the exception after all earlier
+A step is a coroutine function with one argument, `emit`. All steps run concurrently. `emit` waits
+while `max_pending` events have not been read, so a slow reader delays the steps. The first step
+that raises an exception cancels the others, and the reader receives the exception after all earlier
 events. A reader that stops early cancels every step and waits until the steps have cleaned up.
 """
 
@@ -25,7 +25,7 @@ async def run_flow(steps: list[Step], max_pending: int = 8) -> AsyncGenerator[An
     """Run the steps concurrently and yield their events in order of emission.
 
     Args:
-        steps: Coroutine functions, each of which takes `emit`.
+        steps: Coroutine functions, each with the argument `emit`.
         max_pending: Maximum number of events that have been emitted but not yet read.
     """
     queue: asyncio.Queue[Any] = asyncio.Queue(maxsize=max_pending)
@@ -39,7 +39,8 @@ async def run_flow(steps: list[Step], max_pending: int = 8) -> AsyncGenerator[An
             raise _first(raised) from raised
         finally:
             with contextlib.suppress(asyncio.QueueFull):
-                # If the queue is full, no end marker is needed, because the reader checks the task.
+                # A full queue needs no end marker, because the reader also checks whether the task
+                # is done.
                 queue.put_nowait(_End)
 
     task = asyncio.create_task(supervise())

@@ -3,8 +3,8 @@
 
 Many image models use a language model as their text encoder (for example Qwen2.5-VL for
 Qwen-Image). The AR worker serves this language model, so text encoding shares weights and batches
-with chat requests. The hidden states are sent to the diffusion engine as the bytes of an envelope,
-never as JSON.
+with chat requests. The hidden states are sent to the diffusion engine in a binary envelope
+(`outputs.py`), never as JSON.
 """
 
 from typing import Any
@@ -42,8 +42,8 @@ def prompt_embeds_tensors(
     Args:
         states: Hidden states of a prompt.
         layer: Index of the layer whose hidden states are used.
-        drop_first: Number of leading tokens to drop, because they are a fixed template with which
-            the image model was not trained.
+        drop_first: Number of leading tokens to drop. These tokens belong to a fixed template, and
+            the image model was not trained with their embeddings.
         prefix: Prefix of the keys, for example `"negative_"` for the negative prompt.
 
     Returns:
@@ -71,7 +71,7 @@ async def encode_prompt(
     drop_first: int = 0,
     prefix: str = "",
 ) -> dict[str, torch.Tensor]:
-    """Run a prompt through an AR engine and return the text embeddings of a diffusion request.
+    """Run a prompt through an AR engine and return the text embeddings for a diffusion request.
 
     Args:
         engine: The engine of the language model.

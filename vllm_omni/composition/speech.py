@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SpeechModel`: the interface between the speech endpoints and a model that generates speech.
 
-A family with speech output starts its engines next to the server's engine
+A model family with speech output starts additional engines alongside the server's engine
 (`ModelFamily.start_speech`). The speech endpoints (`entrypoints/speech`) depend only on this
 interface, and the interface depends neither on a model nor on HTTP.
 """
@@ -24,7 +24,9 @@ class TextDelta:
     text: str
     """Text that was added to the reply."""
     output: RequestOutput
-    """vLLM's output of the language model, for example its finish reason and token ids."""
+    """vLLM's output for the language model, which contains, for example, the finish reason and the
+    token ids.
+    """
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,12 @@ class SpeechModel(Protocol):
 
     @property
     def engines(self) -> Sequence[ComposedEngine]:
-        """All engines of the model. `ComposedEngine.shutdown` stops only engines that were started
-        next to the server's engine.
+        """All engines of the model. `ComposedEngine.shutdown` stops only the engines that were
+        started in addition to the server's engine.
         """
 
     def check_voice(self, voice: str | None) -> None:
-        """Check that the model has a voice.
+        """Check that the model has the voice `voice`.
 
         Raises:
             RequestFailed: `invalid_request`; the message lists the voices.

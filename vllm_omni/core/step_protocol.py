@@ -4,7 +4,7 @@ the order of chunks.
 
 - `SchedulerNote`: message from the scheduler to the runner about one request. The note is sent in
   the `extra_kwargs` of the request's `PoolingParams`. A client cannot send a note, because the
-  scheduler removes its key from incoming requests.
+  scheduler removes the note's key from incoming requests.
 - `StepOutput`: message from the diffusion runner to the scheduler after one engine step. The
   message is a `ModelRunnerOutput` with additional fields, sent from the worker process to the
   engine. vLLM's own schedulers ignore the additional fields.
@@ -51,8 +51,8 @@ class ChunkOrder:
 
         Args:
             step: Number of steps that the chunk has run; None if it has not started.
-            ahead: Number of steps that each earlier chunk in flight of the session has run, oldest
-                chunk first.
+            ahead: Number of steps run by each earlier chunk of the session that is still in flight,
+                oldest chunk first.
             established: Whether the session has a committed chunk that the chunks in flight
                 continue.
         """
@@ -109,7 +109,7 @@ class ChunkProgress(NamedTuple):
     num_steps: int
     """Total number of steps of the chunk."""
     size: int
-    """Number of elements of the latents. The cost of a forward pass is proportional to it."""
+    """Number of elements of the latents, to which the cost of a forward pass is proportional."""
 
 
 @dataclass
@@ -127,7 +127,7 @@ class StepOutput(ModelRunnerOutput):
     """Minimum number of steps by which a chunk lags behind its predecessor
     (`omni.chunks_in_flight`)."""
     progress: dict[str, ChunkProgress] = field(default_factory=dict)
-    """Progress of the chunks in this step that are not finished, by request id."""
+    """Progress of the unfinished chunks in this step, by request id."""
     before_s: float | None = None
     """Device time in seconds of the step that was launched before this one. None if the time is
     unknown or if the host does not run ahead of the device.

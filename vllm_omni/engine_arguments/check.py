@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the arguments of a start command against the table. A refused argument results in a
-one-line error.
+"""Checks the arguments of a start command against the table in `table.py`. A refused argument
+results in a one-line error.
 
-`vllm serve --omni` can inspect the parsed command line. An argument that differs from vLLM's
-default was given by the user (`requested_on_command_line`). Plain `vllm serve` and `LLM(...)`
-provide only a `VllmConfig` (`requested_in_config`). Every argument is a field of the config, and
-the config hook runs before vLLM fills in values for the platform, the model and the optimization
-level. `_DECIDED_BY_VLLM` lists the values that vLLM sets even before the hook. An argument is never
-refused if its value is the one that vLLM would use anyway.
+`vllm serve --omni` can inspect the parsed command line. An argument whose value differs from vLLM's
+default must have been given by the user (`requested_on_command_line`). Plain `vllm serve` and
+`LLM(...)` provide only a `VllmConfig` (`requested_in_config`). Every argument is a field of the
+config, and the config hook runs before vLLM fills in values for the platform, the model and the
+optimization level. `_DECIDED_BY_VLLM` lists the values that vLLM sets even before the hook runs. An
+argument is never refused if its value is the one that vLLM would use anyway.
 """
 
 import dataclasses
@@ -53,8 +53,8 @@ _DECIDED_BY_VLLM: dict[str, Callable[["VllmConfig"], Any]] = {
     "enable_prefix_caching": lambda config: config.model_config.is_prefix_caching_supported,
     "elastic_ep_max_dp_size": lambda config: config.parallel_config.data_parallel_size,
 }
-"""Functions that return the value that vLLM sets by itself, for fields in which this value may
-differ from the field's default."""
+"""Functions that return the value that vLLM itself sets. The table contains the fields for which
+this value may differ from the field's default."""
 
 _PARTS = {
     "attention_config": {"attention_backend"},
@@ -62,8 +62,8 @@ _PARTS = {
     "compilation_config": {"cudagraph_capture_sizes", "max_cudagraph_capture_size"},
     "aux_output_config": {"enable_return_routed_experts"},
 }
-"""Arguments whose value vLLM copies into another argument, by the name of the other argument. Only
-the argument that the user has given is reported.
+"""For each argument in the keys, the arguments whose values vLLM copies into it. Only the argument
+that the user has given is reported.
 """
 
 
@@ -102,7 +102,7 @@ def requested_on_command_line(
     Args:
         parsed: Namespace that vLLM's parser returned for the user's command line.
         plain: Namespace that vLLM's parser returns for an empty command line. The comparison needs
-            it because a few defaults of the parser differ from those of the engine.
+            this namespace, because a few defaults of the parser differ from those of the engine.
     """
     defaults = _defaults()
     return {
@@ -120,7 +120,7 @@ def requested_in_config(vllm_config: "VllmConfig", names: Iterable[str]) -> dict
     defaults, requested = _defaults(), {}
     for name in names:
         if name not in defaults:
-            continue  # this field exists only in a later version of vLLM
+            continue  # the installed version of vLLM does not have this field yet
         found, value = _look_up(vllm_config, name)
         if name == "enable_lora":
             found, value = True, vllm_config.lora_config is not None

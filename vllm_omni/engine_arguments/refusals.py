@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combinations of vLLM's arguments that this package refuses, and the default classes of a server.
+"""Combinations of vLLM's arguments that this package refuses, and a server's default worker and
+scheduler classes.
 
 `vllm serve --omni` checks the flags of the command line (`entrypoints/cli/serve.py`). All other
 ways to start an engine check vLLM's config (`registration.py`). A check that fails raises
@@ -40,7 +41,7 @@ def is_diffusion_worker(worker_cls: str) -> bool:
 def check_diffusion_worker(worker_cls: str) -> None:
     """Refuse workers that cannot run a diffusion model.
 
-    A user-defined worker class is accepted here and checked when it starts.
+    This function accepts user-defined worker classes, which are checked when the worker starts.
     """
     if is_ar_worker(worker_cls) or worker_cls.startswith("vllm.v1.worker."):
         raise ValueError(
@@ -291,7 +292,7 @@ def check_chunks_ahead(omni: OmniConfig, *, stages: int, by_step: bool) -> None:
 
     Args:
         omni: Options of the server. The model family has already checked that its model supports
-            them.
+            the two options.
         stages: Value of `--pipeline-parallel-size`.
         by_step: Whether the scheduler runs one denoise step per engine step.
     """

@@ -51,7 +51,7 @@ class EngineArgument:
     verdicts: dict[WorkerKind, ArgumentVerdict]
     """Effect of the field on each kind of worker."""
     since: str
-    """First version of vLLM, among the supported versions, that has the field."""
+    """First supported version of vLLM that has the field."""
 
     @property
     def flag(self) -> str:
@@ -60,19 +60,19 @@ class EngineArgument:
 
 @dataclass(frozen=True)
 class ArgumentGroup:
-    """Fields of `AsyncEngineArgs` that have the same effects."""
+    """Fields of `AsyncEngineArgs` whose effects on the workers are the same."""
 
     names: str
     """Names of the fields in this group, separated by spaces."""
     diffusion: ArgumentVerdict
     """Effect of the fields on the diffusion worker."""
     diffusers: ArgumentVerdict | None = None
-    """Effect of the fields on the diffusers executor. If None, it is the same as on the diffusion
-    worker."""
+    """Effect of the fields on the diffusers executor. If None, the effect is the same as on the
+    diffusion worker."""
     ar: ArgumentVerdict = ArgumentVerdict("honoured")
     """Effect of the fields on the autoregressive worker. Default: honoured."""
     since: str = "0.32"
-    """First version of vLLM, among the supported versions, that has the fields. Default: 0.32."""
+    """First supported version of vLLM that has the fields. Default: 0.32."""
 
     def arguments(self) -> Iterator[EngineArgument]:
         diffusers = self.diffusion if self.diffusers is None else self.diffusers

@@ -2,14 +2,14 @@
 """The `vllm.endpoint_plugins` entry point `vllm_omni_ar`, which serves hidden states over HTTP.
 
         POST /v1/chat/completions, /v1/completions
-            stock vLLM; request with `vllm_xargs: {"omni": "{...}"}`
+            stock vLLM's routes; `vllm_xargs: {"omni": "{...}"}` requests hidden states
         GET  /v1/hidden_states/{response id}
-            hidden states of one choice as safetensors, returned once
+            hidden states of one choice as safetensors; each choice can be fetched only once
 
 vLLM loads this plugin if `VLLM_PLUGINS` names it. The two text routes keep vLLM's own handlers. The
-plugin replaces only the engine client that these handlers call. The plugin's
-`EngineClientWithHiddenStates` stores the hidden states of requests that ask for them and forwards
-all other requests unchanged.
+plugin replaces only the engine client that these handlers call. The replacement,
+`EngineClientWithHiddenStates`, stores hidden states if a request specifies them and forwards all
+other requests unchanged.
 """
 
 import copy
@@ -80,7 +80,8 @@ class HiddenStatesEndpoint:
 
     name = "vllm_omni_ar"
     required_tasks: tuple[SupportedTask, ...] | None = ("generate",)
-    """Tasks that the plugin serves. vLLM loads it only if the served model supports at least one.
+    """Tasks that the plugin serves. vLLM loads the plugin only if the served model supports at
+    least one of the tasks.
     """
 
     def __init__(self) -> None:
@@ -98,7 +99,7 @@ class HiddenStatesEndpoint:
     async def init_state(
         self, engine_client: EngineClient | None, state: State, args: Namespace
     ) -> None:
-        # A render-only server has no engine. `required_tasks` excludes this plugin there.
+        # A render-only server has no engine. `required_tasks` keeps this plugin off such servers.
         if engine_client is None:
             return
         end_with_parent()  # this may be one of several API server processes
@@ -124,7 +125,7 @@ class HiddenStatesEndpoint:
         engine = OmniEngine(client)
         try:
             pids = await engine.process_ids()
-        except RequestFailed:  # a worker of another package
+        except RequestFailed:  # the worker is not one of this package's workers
             pids = []
         self._watch.start_watching(lambda: engine.is_dead, pids, omni.rank_timeout_s)
 
@@ -140,7 +141,7 @@ class HiddenStatesEndpoint:
 
 
 class EngineClientWithHiddenStates:
-    """Engine client that stores the hidden states of requests that ask for them.
+    """Engine client that stores hidden states for the requests that specify them.
 
     All other attributes are forwarded to the wrapped client because vLLM's handlers read many of
     them, and each vLLM version adds more.

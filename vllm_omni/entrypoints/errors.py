@@ -3,12 +3,13 @@
 WebSockets send them.
 
 Realtime endpoints send an `EndpointError` as a message, whose `retryable` field states whether the
-same request may succeed later. HTTP routes use the decorator `respond_to_errors`, which converts
-every exception to a reply with OpenAI's JSON body `{"error": {"message", "type", "param", "code"}}`
-and an HTTP status. Clients should switch on `code`.
+same request may succeed later. HTTP routes use the `respond_to_errors` decorator, which converts
+every exception to a response with OpenAI's JSON body
+`{"error": {"message", "type", "param", "code"}}` and an HTTP status. Clients should switch on
+`code`.
 
-Error messages are written by this package or taken from `RequestFailed`. Error messages are short,
-and contain no paths, no addresses and no text of other libraries.
+Error messages are written by this package or taken from `RequestFailed`. They are short and contain
+no paths, no addresses and no text from other libraries.
 """
 
 import functools
@@ -70,7 +71,7 @@ class EndpointError(Exception):
 
     Args:
         code: Stable identifier of the error.
-        message: Explanation for a human reader.
+        message: Human-readable explanation.
         param: Field of the message that caused the error.
         close: WebSocket close code. If set, the connection is closed after the error has been sent.
         details: Further keys of the error message, for example `expected`, `next_chunk_index` or
@@ -153,7 +154,7 @@ class ApiError(Exception):
 
     Args:
         status: HTTP status.
-        message: Explanation for a human reader.
+        message: Human-readable explanation.
         code: Stable identifier of the error.
         param: Field that caused the error.
         retry_after_s: Time in seconds after which the client may retry.

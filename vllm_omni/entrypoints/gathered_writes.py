@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """ASGI extension that sends several WebSocket messages with one write and without copies.
 
-Stock uvicorn copies each message behind its frame header and writes it separately. For video, this
-costs a copy of every video frame and a system call for every small message. An application can get
-a `MessageWriter` from `writer_of(scope)` and use it instead of `websocket.send` after the
-connection has been accepted. The client receives the same messages in the same order with either
-method.
+Stock uvicorn copies each message into a buffer with its frame header and writes each buffer
+separately. For video, this costs a copy of every video frame and a system call for every small
+message. An application can get a `MessageWriter` from `writer_of(scope)` and use it instead of
+`websocket.send` after the connection has been accepted. The client receives the same messages in
+the same order with either method.
 
-`uvicorn.Config(ws=...)` is the public way to set a protocol class. The class here subclasses a
+`uvicorn.Config(ws=...)` is the public way to set a protocol class. `GatheringProtocol` subclasses a
 private class of uvicorn because uvicorn has no hook for writes and ASGI sends one message at a
-time. tests/seams/test_uvicorn.py detects changes to the parts that this module uses.
+time. tests/seams/test_uvicorn.py detects changes to the parts of uvicorn that this module uses.
 """
 
 import functools
@@ -25,7 +25,7 @@ from websockets.http11 import Request
 Message = bytes | memoryview | str
 
 EXTENSION: Final = "omni.websocket.messages"
-"""Key of this extension in `scope["extensions"]`. Its value is a dict with the key `writer`."""
+"""Key of this extension in `scope["extensions"]`. The value is a dict with a `writer` entry."""
 
 _FINAL: Final = 0x80
 _SHORT, _MEDIUM = 126, 1 << 16
@@ -108,7 +108,7 @@ class _Writer:
 
     def write(self, messages: Sequence[Message]) -> None:
         protocol = self._protocol
-        # This is also true after the peer's close frame.
+        # `close_sent` is also true after the peer has sent a close frame.
         if protocol.close_sent or protocol.transport.is_closing():
             raise ClientDisconnected
         protocol.transport.writelines(_frames(messages))
@@ -117,7 +117,7 @@ class _Writer:
         await self._writable.wait()
         if messages:
             self.write(messages)
-        if len(messages) != 1:  # with separate writes, the last one would have waited
+        if len(messages) != 1:  # separate writes would also have waited before the last message
             await self._writable.wait()
             if self._protocol.disconnected:
                 raise ClientDisconnected

@@ -70,7 +70,7 @@ class HiddenStatesStore:
 
         Args:
             request_id: Id of the request.
-            principal: The client, by its API key.
+            principal: Principal of the client, derived from its API key.
         """
         key = principal, request_id
         self._running[key] = self._running.get(key, 0) + 1
@@ -84,15 +84,15 @@ class HiddenStatesStore:
     ) -> None:
         """Store the hidden states of a finished request.
 
-        Expired entries are dropped, and then the oldest entries until the store is within its size
-        limit.
+        Expired entries are dropped first. The oldest entries are then dropped until the store is
+        within its size limit.
 
         Args:
             request_id: Id of the request.
             completions: Hidden states by index of the completion. A completion may have no hidden
                 states.
             num_completions: Number of completions per prompt (`n` of the request).
-            principal: The client, by its API key.
+            principal: Principal of the client, derived from its API key.
         """
         key = principal, request_id
         self._running[key] -= 1
@@ -114,7 +114,7 @@ class HiddenStatesStore:
         Args:
             response_id: Id of the response.
             index: Index of the choice.
-            principal: The client, by its API key.
+            principal: Principal of the client, derived from its API key.
 
         Raises:
             RequestFailed: `not_finished` if the request is still running, or `not_found` if no
@@ -157,7 +157,7 @@ class HiddenStatesStore:
 def _belongs(request_id: str, response_id: str) -> bool:
     """Return whether a request id belongs to a response id.
 
-    The completions route, and no other route, appends the index of the prompt to the request id.
+    Only the completions route appends the index of the prompt to the request id.
     """
     prefix, _, number = request_id.rpartition("-")
     numbered = response_id.startswith("cmpl-") and prefix == response_id and number.isdigit()

@@ -30,7 +30,7 @@ def run_while_serving(
     app: FastAPI, step: Callable[[FastAPI], AbstractAsyncContextManager[None]]
 ) -> None:
     """Register a context manager that is entered after all earlier steps have started and is exited
-    before any of them ends.
+    before any of these steps ends.
     """
     inner = app.router.lifespan_context
 

@@ -35,7 +35,8 @@ class OperatorFeatures:
         """Add the middleware. This method must be called before the server starts."""
         media_policy.apply_media_policy()
         header_limits.limit_headers(app)
-        # Outside of the header limits, so that responses to oversized headers also have an id.
+        # This middleware wraps the header limits, so that even oversized headers get a response
+        # with an id.
         request_id.add_request_ids(app)
         collect_after_freeze(app)
         app.add_middleware(self._guard.around)

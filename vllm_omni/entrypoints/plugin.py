@@ -2,7 +2,7 @@
 """The `vllm.endpoint_plugins` entry point that adds this package's endpoints to stock vLLM.
 
 vLLM loads the plugin if `VLLM_PLUGINS` contains `vllm_omni` (`vllm serve --omni` sets it) and the
-served model accepts pooling requests of the task `plugin`. `endpoints.py` lists the endpoints.
+served model accepts pooling requests for the `plugin` task. `endpoints.py` lists the endpoints.
 """
 
 from argparse import Namespace
@@ -34,7 +34,8 @@ class OmniEndpoints:
 
     name = "vllm_omni"
     required_tasks: tuple[SupportedTask, ...] | None = ("plugin",)
-    """Tasks that the plugin serves. vLLM loads it only if the served model supports at least one.
+    """Tasks that the plugin serves. vLLM loads the plugin only if the served model supports at
+    least one of the tasks.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class OmniEndpoints:
         self, engine_client: EngineClient | None, state: State, args: Namespace
     ) -> None:
         """Start all endpoints, the handler for graceful shutdown and the engine watch."""
-        # A render-only server has no engine. `required_tasks` excludes this plugin there.
+        # A render-only server has no engine. `required_tasks` keeps this plugin off such servers.
         if engine_client is None:
             return
         end_with_parent()  # this may be one of several API server processes

@@ -132,7 +132,7 @@ class ServerContext:
 
 
 class ServerEndpoint(Protocol):
-    """An endpoint in the table `ENDPOINTS`. vLLM builds the application before it starts the
+    """An endpoint in the `ENDPOINTS` table. vLLM builds the application before it starts the
     engine.
     """
 

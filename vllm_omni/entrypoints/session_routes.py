@@ -3,7 +3,7 @@
 
         GET    /v1/sessions/{session_id}/snapshot   the session as of its last finished chunk
         PUT    /v1/sessions/{session_id}            restore the snapshot in the body under this id
-        POST   /v1/sessions                         the same under an id that the server chooses
+        POST   /v1/sessions                         restore it under an id that the server chooses
         DELETE /v1/sessions/{session_id}            close the session
 
 As with the WebSocket endpoints, a session belongs to the API key that created it. Request bodies
@@ -66,7 +66,7 @@ _BINARY: Final = {MEDIA_TYPE: {"schema": {"type": "string", "contentMediaType": 
 
 
 class SessionReply(BaseModel):
-    """Reply that describes a restored session."""
+    """Response body that describes a restored session."""
 
     id: str
     """Id of the session."""
@@ -164,7 +164,7 @@ class SessionRoutes:
 
     @respond_to_errors
     async def _snapshot(self, request: Request, session_id: str) -> Response:
-        """Download a snapshot of a session, with its state after the last finished chunk."""
+        """Download a snapshot of a session, with the state as of its last finished chunk."""
         session = self._known(request, session_id)
         path = self._new_path()
         try:

@@ -32,7 +32,7 @@ async def max_snapshot_bytes(server: ServerContext) -> int | None:
 
 
 async def receive_snapshot(request: Request, path: Path, max_bytes: int | None) -> str:
-    """Stream the body of a request to a new file. `BodyTimeout` limits how long this may take.
+    """Stream the body of a request to a new file. `BodyTimeout` limits how long the body may take.
 
     Args:
         request: The request.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Track which server process owns a file, in directories that several processes share.
 
-A process holds a lock on a file as long as it is running. The operating system releases the lock
-when the process ends for any reason.
+Each process holds a lock on a file for as long as the process is running. The operating system
+releases the lock when the process ends for any reason.
 
 `filelock` is not used because its purpose is to protect a path for a limited time. The locks of
 this module show whether the process that created a file is alive.
@@ -77,7 +77,8 @@ class StagingDirectory:
         self.folder, self.owner = folder, secrets.token_hex(8)
         path = folder / f"{_PREFIX}{self.owner}.owner"
         self._lock = hold_lock(path)
-        # Unlike `atexit`, this also runs when the API server processes that vLLM starts exit.
+        # Unlike an `atexit` handler, this finalizer also runs when API server processes that vLLM
+        # has started exit.
         self._finalizer = multiprocessing.util.Finalize(
             self, _release, (self._lock, path), exitpriority=10
         )

@@ -10,7 +10,7 @@ import msgspec
 MAX_PROMPTS: Final = 64
 """Maximum number of prompts of one video."""
 _MAX_SECONDS: Final = 86_400.0
-_MAX_CHARS: Final = 16_384  # as for a request's own prompt, inputs.Text
+_MAX_CHARS: Final = 16_384  # same limit as for a request's own prompt (`inputs.Text`)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class TimedPrompt:
         """Parse `3:a town at night` (from chunk 3 on) or `7.5s:a town at night`.
 
         Raises:
-            ValueError: The text does not have one of these forms.
+            ValueError: The text has neither of the two forms.
         """
         where, _, prompt = text.partition(":")
         try:

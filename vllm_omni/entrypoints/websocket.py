@@ -17,7 +17,7 @@ from vllm_omni.entrypoints.limits.frame_budget import FrameBudget
 
 MIB = 1 << 20
 _LIBRARIES = ("auto", "websockets", "websockets-sansio")
-"""Names that uvicorn uses for the library `websockets`. This package requires `websockets`, and
+"""Names that uvicorn uses for the `websockets` library. This package requires `websockets`, and
 uvicorn uses it by default.
 """
 

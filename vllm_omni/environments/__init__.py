@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """World models as research environments: a gymnasium `VectorEnv` over vLLM's offline engine.
 
-This package requires the optional dependencies `env`.
+This package requires the optional dependencies of the extra `env`.
 """
 
 import importlib.util

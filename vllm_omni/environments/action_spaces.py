@@ -49,7 +49,8 @@ def with_rest(taken: spaces.Space[Any], action: Any) -> Any:
 
 
 def action_frame(space: ActionSpace, action: Action) -> ActionFrame:
-    """Convert an action of one environment, a member of `gymnasium_space(space)`, to a frame.
+    """Convert an action of one environment, a member of `gymnasium_space(space)`, to an
+    `ActionFrame`.
 
     The action may omit controls; an omitted control is neutral.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WorldEngine`: the interface that generates the chunks of environments.
+"""`WorldEngine`: the interface through which environments generate their chunks.
 
 `OfflineEngine` uses vLLM's `LLM` in this process; `RemoteEngine` (`remote.py`) uses a server.
 """
@@ -47,7 +47,9 @@ class WorldSettings:
 
 @dataclass
 class Episode:
-    """History of one environment since its last reset. The history is sufficient for a replay."""
+    """History of one environment since its last reset, which is sufficient to replay the
+    episode.
+    """
 
     seed: int
     """Seed of the environment's session."""
@@ -97,7 +99,7 @@ class WorldEngine(ABC):
 
 
 class OfflineEngine(WorldEngine):
-    """Sessions of vLLM's offline engine.
+    """Runs environments as sessions of vLLM's offline engine.
 
     Args:
         llm: The engine.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RemoteEngine`: uses the environments of a server (`/v1/environments`). `RemoteEngine` requires
-neither a model nor vLLM on this machine.
+"""`RemoteEngine`: runs environments on a server (`/v1/environments`). `RemoteEngine` requires
+neither a model nor vLLM on the client's machine.
 
 `RemoteEngine` keeps a single connection open. If the server has closed the connection, for example
-because the client paused, the request is sent once more. Sending a request twice is safe: a server
-closes a connection only between requests, and a step request contains its chunk index, so a server
-that has already run the step refuses the second request.
+after a pause of the client, the request is sent once more. Sending a request twice is safe: a
+server closes a connection only between requests, and a step request contains its chunk index, so a
+server that has already run the step refuses the second request.
 """
 
 import base64
@@ -45,12 +45,12 @@ T = TypeVar("T")
 
 
 class RemoteEngine(WorldEngine):
-    """Environments of a server.
+    """Runs environments on a server.
 
     Args:
         url: Address of the server, for example `http://127.0.0.1:8000`.
         api_key: API key of the server, or None if the server needs no key.
-        timeout_s: Maximum time in seconds for a reply of the server.
+        timeout_s: Maximum time in seconds to wait for a response from the server.
 
     Raises:
         RequestFailed: The server refuses the key or does not serve a world.
@@ -116,8 +116,8 @@ class RemoteEngine(WorldEngine):
 
     def close(self) -> None:
         if self._id is not None:
-            # Failures are ignored, because a server frees the environments of a disconnected client
-            # by itself.
+            # Failures are ignored, because the server frees environments that are not used for some
+            # time.
             with contextlib.suppress(RequestFailed, OSError, http.client.HTTPException):
                 self._call("DELETE", f"{self._path}/{self._id}")
             self._id = None
@@ -142,7 +142,7 @@ class RemoteEngine(WorldEngine):
         return outcomes
 
     def _call(self, method: str, path: str, message: msgspec.Struct | None = None) -> bytearray:
-        """Send a request and return the body of the server's reply.
+        """Send a request and return the body of the server's response.
 
         Raises:
             RequestFailed: The server refused the request.
@@ -164,7 +164,7 @@ class RemoteEngine(WorldEngine):
             view = memoryview(data)
             while view and (count := response.readinto(view)):
                 view = view[count:]
-            response.read()  # lets the connection be reused
+            response.read()  # allows the connection to be reused
             if view:
                 self._connection.close()
                 raise http.client.IncompleteRead(bytes(data[: -len(view)]), len(view))
@@ -179,13 +179,13 @@ class RemoteEngine(WorldEngine):
             self._connection.request(method, path, body, headers)
             return self._connection.getresponse()
         except BaseException:
-            self._connection.close()  # so that a later request cannot read this request's reply
+            self._connection.close()  # so that a later request cannot read this request's response
             raise
 
 
 def _failure(status: int, body: bytes) -> RequestFailed:
-    """Convert an error reply to an exception. The reply may come from this package's server or from
-    a proxy."""
+    """Convert an error response to an exception. The response may come from this package's server
+    or from a proxy."""
     code = "unauthorized" if status == 401 else f"http_{status}"
     if (error := read_error(body)) is not None:
         return RequestFailed(error.code or code, error.message)

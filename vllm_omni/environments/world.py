@@ -54,7 +54,7 @@ Observation = Literal["frames", "latents"]
 
 
 class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
-    """Vector environment of world model sessions.
+    """Vector environment in which each environment is a session of a world model.
 
     An episode that has ended is reset by the next step (`AutoresetMode.NEXT_STEP`). If the chunk of
     an environment fails, the step raises `RequestFailed`. The failed environment must be reset; all
@@ -68,7 +68,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
     """
 
     metadata: dict[str, Any] = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012 - gymnasium's own attribute
-    """Gymnasium's description of the environment."""
+    """Environment metadata in gymnasium's format."""
 
     def __init__(
         self,
@@ -96,10 +96,9 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             images: Named images of each episode (`ActionSpace.images`), each uint8 [H, W, 3].
             height: Height of the frames in pixels. Default: the model's default height.
             width: Width of the frames in pixels. Default: the model's default width.
-            observation: What an observation contains: `frames`, or `latents`, which are not
-                decoded.
+            observation: What an observation contains: decoded `frames`, or `latents`.
             latents: Whether `infos["latents"]` contains the latents in addition to frames.
-            trajectory: Whether infos contain the latents and log-probabilities of the denoise
+            trajectory: Whether the infos contain the latents and log-probabilities of the denoise
                 steps. Requires a model whose sampler is stochastic.
             max_steps: Number of steps after which an episode is truncated. Default: episodes are
                 never truncated.
@@ -168,8 +167,8 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             exact: Whether the results of an environment are bit-identical regardless of the other
                 environments. If false, all environments share one forward pass, which is faster for
                 small models (`omni.batch_invariant`).
-            omni: Further options of `additional_config["omni"]`.
-            **env: Arguments of the constructor.
+            omni: Further options for `additional_config["omni"]`.
+            **env: Further arguments of the constructor of `WorldVectorEnv`.
         """
         # The value is in GiB. Without it, a CPU worker requires 92 % of the memory.
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
@@ -209,10 +208,10 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             num_envs: Number of environments.
             api_key: API key of the server, or None if the server needs no key.
             timeout_s: Maximum time in seconds to wait for a step.
-            **env: Arguments of the constructor.
+            **env: Further arguments of the constructor of `WorldVectorEnv`.
 
         Raises:
-            RequestFailed: The server refused the key or the environments.
+            RequestFailed: The server refused the API key or the request to create environments.
             OSError: The server does not respond.
         """
         return cls(RemoteEngine(url, api_key=api_key, timeout_s=timeout_s), num_envs, **env)
@@ -229,7 +228,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
                 or a list with one seed per environment.
             options: `reset_mask`, bool [N], selects the environments to reset. `start_pose` is the
                 world pose of the start image, `{x_m, z_m, heading_degrees, pitch_degrees}`, or a
-                list with one pose per environment. A start pose applies until the next call of
+                list with one pose per environment. A start pose applies until the next call to
                 `reset`.
 
         Raises:
@@ -322,9 +321,9 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             episode: Episode to replay.
 
         Returns:
-            The frames of the episode, uint8 [frames, H, W, 3]. With `exact`, they are bit-identical
-            to the original frames. If observations are latents, the result is the latents
-            [steps, C, F, h, w].
+            The frames of the episode, uint8 [frames, H, W, 3]. With `exact`, the frames are
+            bit-identical to the original frames. If observations are latents, the result is the
+            latents [steps, C, F, h, w].
         """
         self._begin([target], [replace(episode, actions=[])])
         frames = self._observed == "frames"
@@ -430,7 +429,7 @@ class WorldEnv(gymnasium.Env[np.ndarray, Any]):
     """
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"]}  # noqa: RUF012 - gymnasium's own attribute
-    """Gymnasium's description of the environment."""
+    """Environment metadata in gymnasium's format."""
 
     def __init__(self, worlds: WorldVectorEnv) -> None:
         if worlds.num_envs != 1:
@@ -469,7 +468,7 @@ class WorldEnv(gymnasium.Env[np.ndarray, Any]):
 
 
 def _of_first(infos: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the infos of the first environment. Unknown poses are left out."""
+    """Return the infos of the first environment. Unknown poses are omitted."""
     first = {name: value[0] for name, value in infos.items()}
     if np.isnan(first["world_poses"]).any():
         del first["world_poses"]  # because gymnasium compares infos, and NaN is not equal to itself

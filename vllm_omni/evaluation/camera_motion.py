@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 LARGEST_TURN = 15.0
-"""Largest turn that is searched for, to the left and to the right, in degrees."""
+"""Largest turn to the left or to the right, in degrees, that the search considers."""
 _COARSE, _FINE = 0.5, 0.05
 
 
@@ -22,8 +22,9 @@ def turns(frames_NHW3: torch.Tensor, focal: float) -> torch.Tensor:
     frames.
 
     If a camera turns without moving, the mapping from one image to the next does not depend on
-    depth. The result is the angle for which the warped frame correlates best with the next frame in
-    their overlap. The search runs first at half the resolution and then at the full resolution.
+    depth. The result is the angle for which the warped frame correlates best with the next frame
+    where the two overlap. The search runs first at half the resolution and then at the full
+    resolution.
     """
     images = channels_first(frames_NHW3)
     half = functional.avg_pool2d(images, 2)
@@ -39,11 +40,8 @@ def turns(frames_NHW3: torch.Tensor, focal: float) -> torch.Tensor:
 
 
 def growths(frames_NHW3: torch.Tensor) -> torch.Tensor:
-    """Return the factors, [N - 1], by which the centre of the image grows between consecutive
-    frames.
-
-    A growth is the factor for which the enlarged frame has the best correlation with the next
-    frame.
+    """Return the factors, [N - 1], by which the centre of the image is enlarged between consecutive
+    frames. Each factor is the one for which the enlarged frame correlates best with the next frame.
     """
     images = channels_first(frames_NHW3)
     factors = torch.arange(0.9, 1.3 + 0.005, 0.01)

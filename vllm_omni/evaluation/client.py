@@ -22,8 +22,9 @@ class ServerRefusedError(Exception):
     """The server refused a request, or cannot be reached.
 
     Attributes:
-        code: Error code from the server's reply, or "" if there is none.
-        param: Name of the request field in the server's error, or "" if there is none.
+        code: Error code from the server's response, or "" if the response contains none.
+        param: Name of the request field that the server's error names, or "" if the error names no
+            field.
     """
 
     def __init__(self, message: str, code: str = "", param: str = "") -> None:
@@ -98,7 +99,7 @@ class EvaluatedServer:
         """Generate an image through `/v1/images/generations`.
 
         Returns:
-            The contents of the PNG file, and the server's reply.
+            The contents of the PNG file, and the server's response.
         """
         reply = self._json("POST", "/v1/images/generations", fields, _IMAGE_S)
         return base64.b64decode(reply["data"][0]["b64_json"]), reply

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates the files of an evaluation run through a server: videos of key programs in a world,
-clips, or images."""
+"""Generates the files of an evaluation run through a server: videos of a world that is steered by
+key programs, clips, or images."""
 
 import base64
 import time
@@ -24,8 +24,8 @@ PROMPTS: Final = (
 )
 """Default prompts for models that generate images or clips."""
 _MOUSE_PIXELS: Final = 20.0
-"""Mouse motion, in pixels per latent frame, with which a program turns the camera of a world that
-has no look keys."""
+"""Mouse motion in pixels per latent frame. If a world has no look keys, key programs use this
+motion to turn the camera."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class RunOptions:
     samples: int
     """Number of videos for each prompt and program. The videos have consecutive seeds."""
     turn: int
-    """Number of latent frames in one turn of a key program."""
+    """Number of latent frames in one phase (turn) of a key program."""
     seed: int
     """Seed of the first sample."""
     size: str | None
@@ -184,15 +184,15 @@ class _Generation:
 
 
 def entries(space: ActionSpace, keys: Sequence[str]) -> list[Any] | None:
-    """Return the action of each latent frame. The result is None if the model has no control for
-    one of the keys."""
+    """Return the actions that hold the given keys, one for each latent frame. The result is None if
+    the model has no control for one of the keys."""
     found = [_entry(space, key) for key in keys]
     return None if None in found else found
 
 
 def _entry(space: ActionSpace, key: str) -> list[str] | dict[str, Any] | None:
     """Return the action for a camera key: a button, or else a motion of the axis that the mouse
-    moves. The result is None if the model has neither."""
+    moves. The result is None if the model has neither the button nor the axis."""
     if not key:
         return []
     if key in space.button_names:

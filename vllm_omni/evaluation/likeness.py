@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 _CAP = 1e-10
-"""Lower bound of the mean squared error. Because of it, equal images have a PSNR of 100 dB."""
+"""Lower bound of the mean squared error, which gives equal images a PSNR of 100 dB."""
 _SSIM_TAPS, _SSIM_SIGMA = 11, 1.5
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a video that need no reference: sharpness, contrast, colour, flicker, and whether the
-video returns to its first view.
+"""Reference-free metrics of a video: sharpness, contrast, colour, flicker, and whether the video
+returns to its first view.
 
-Levels are those of 8-bit images, 0 to 255. Ratios and differences over time compare the last tenth
-of the frames with the first tenth; each tenth contains at least one frame.
+Levels are the 8-bit values of pixels, from 0 to 255. Ratios and differences over time compare the
+last tenth of the frames with the first tenth; each tenth contains at least one frame.
 """
 
 # T frames, H height, W width

@@ -171,7 +171,7 @@ class MeasuredFile:
     measures: dict[str, float]
     """Measured values by the name of the measure."""
     reference: dict[str, list[float]] = field(default_factory=dict)
-    """`psnr` and `ssim` of each frame for which there is a reference frame."""
+    """`psnr` and `ssim` of each frame that has a reference frame."""
 
     def findings(self) -> list[str]:
         """Return one sentence for each measure that is outside its usual range."""
@@ -245,7 +245,7 @@ def measure_run(folder: RunFolder, references: Path | None = None) -> list[Measu
 
 
 def reference_frames(folder: Path, stem: str) -> dict[int, np.ndarray]:
-    """Return reference frames of a video by index, uint8 RGB [H, W, 3].
+    """Return the reference frames of a video by frame index, uint8 RGB [H, W, 3].
 
     `STEM.mp4`, `STEM.png` and `STEM.npy` ([T, H, W, 3]) contain consecutive frames, starting with
     the first frame of the video. `STEM.N.png` and `STEM.N.npy` contain frame N, where -1 is the
@@ -312,7 +312,8 @@ def _compared(
 
 
 def _strip(frames_THWC: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Return the row of a file in the overview image: an image, or evenly spaced frames of a video.
+    """Return one file's row in the overview image: the image itself, or evenly spaced frames of the
+    video.
 
     Args:
         frames_THWC: Frames, uint8 RGB.

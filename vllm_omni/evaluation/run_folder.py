@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`RunFolder`: the files of an evaluation, in the layout that VBench and WBench expect.
 
-        run.json                    what was generated, from which measures are computed again
+        run.json                    what was generated; sufficient to compute the measures again
         videos/PROMPT-INDEX.mp4     VBench's names; images are .png
         vbench_info.json            VBench's list of prompts with their dimensions and videos
         vbench_prompts.json         prompt of each file, for VBench's `--prompt_file`
@@ -53,12 +53,12 @@ class MadeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     file: str
     """Path of the file relative to the run's folder."""
     prompt: str = ""
-    """Text prompt of the file; empty if the model takes no prompt."""
+    """Text prompt from which the file was generated; empty if the model takes no prompt."""
     program: str | None = None
     """Name of the key program, or None if the file was generated without keys or with the keys of a
     recording."""
     seed: int | None = None
-    """Seed of the noise, or None if the seed is unknown."""
+    """Random seed for the noise, or None if the seed is unknown."""
     controls: Controls | None = None
     """Keys that were held, or None if the model has no keys or the keys are unknown."""
 
@@ -129,8 +129,8 @@ class RunFolder:
         return path
 
     def add(self, path: Path, **fields: Any) -> MadeFile:
-        """Add a file that was written to `next_path` to the run. `fields` are fields of
-        `MadeFile`."""
+        """Add to the run a file that was written to the path from `next_path`. `fields` are fields
+        of `MadeFile`."""
         made = MadeFile(file=str(path.relative_to(self.path)), **fields)
         self.run.files.append(made)
         if made.program is not None:

@@ -33,9 +33,12 @@ PROGRAMS: Final[Mapping[str, tuple[str, ...]]] = {
 turn left and right. An empty string means that no key is held."""
 _NOT_TURNED_DEGREES: Final = 0.1
 _NOT_GROWN: Final = 1.001
-"""Enlargement of the centre per latent frame up to which a camera counts as standing still."""
+"""Largest enlargement of the image's centre per latent frame at which the camera still counts as
+standing still.
+"""
 _WIDTH: Final = 320
-"""Width to which larger frames are downscaled to save time. It is sufficient for accurate results.
+"""Width in pixels to which larger frames are downscaled to save time. This width is sufficient for
+accurate results.
 """
 _SAME_PLACE: Final = 0.05
 """Maximum distance between two poses that show the same view, in the unit of `_distance`."""
@@ -97,7 +100,7 @@ def steering(frames_THWC: np.ndarray, controls: Controls) -> dict[str, float]:
         start and returned, the result also contains the values of `view_return`.
 
     Raises:
-        ValueError: The video is shorter than its keys.
+        ValueError: The video has fewer frames than `controls` describes.
     """
     if len(frames_THWC) < controls.num_frames:
         raise ValueError(
@@ -151,7 +154,7 @@ def _stopped_steps(controls: Controls) -> set[int]:
 def farthest_if_returned(controls: Controls) -> int | None:
     """Find the latent frame at which the camera is farthest from its start.
 
-    The camera's path is taken from the world poses if they are known, because walls may have
+    If the world poses are known, the camera's path is taken from them, because walls may have
     stopped the camera.
 
     Returns:
@@ -168,8 +171,8 @@ def farthest_if_returned(controls: Controls) -> int | None:
 
 
 def _distance(pose: Sequence[float], start: Sequence[float]) -> float:
-    """Return the distance between two poses. A rotation by 10 degrees counts as one unit of
-    length."""
+    """Return the distance between two poses, in which a rotation by 10 degrees counts as one unit
+    of length."""
     turned = [abs((a - b + 180) % 360 - 180) for a, b in zip(pose[2:], start[2:], strict=True)]
     return math.hypot(pose[0] - start[0], pose[1] - start[1]) + max(turned) / 10
 

@@ -2,8 +2,8 @@
 """`PipelineAdapters`: loads, selects and unloads the LoRA adapters of a pipeline.
 
 An adapter is loaded into the pipeline's modules once and is disabled by default. A request selects
-adapters by name and may give each a strength. A request that selects no adapters has the same
-result as with a pipeline without adapters.
+adapters by name and may give each a strength. The result of a request that selects no adapters is
+the same as without any loaded adapters.
 """
 
 import logging
@@ -38,7 +38,7 @@ class PipelineAdapters:
         self._ids: dict[int, str] = {}
         self._active: Selection | None = None
         """Adapters that are currently enabled in the pipeline. None means unknown, because adapters
-        have been loaded or unloaded since the last call of `activate`.
+        have been loaded or unloaded since the last call to `activate`.
         """
 
     @property
@@ -191,7 +191,7 @@ def _load(pipeline: Any, name: str, source: LoraSource) -> None:
                 use_safetensors=True,
                 local_files_only=True,
             )
-    except Exception as error:  # boundary: a malformed file can make the loader raise anything
+    except Exception as error:  # boundary: the loader may raise any exception for a malformed file
         raise ValueError(
             f"LoRA adapter {name!r} from {folder / weight_name} does not fit: {error}"
         ) from error

@@ -66,11 +66,13 @@ _FROM_FIELDS = (
     ),
     *("cross_attention_kwargs", "padding_mask_crop"),
 )
-"""Arguments that requests set through dedicated fields, or cannot set."""
+"""Arguments that are not accepted as options, because requests set them through dedicated fields or
+cannot set them at all.
+"""
 _FRAME_RATE = ("frame_rate", "fps")
 _MAX_LIST = 1000
 _MAX_IMAGES = 8
-"""Maximum number of images of a request."""
+"""Maximum number of images in a request."""
 _MAX_SEQUENCE_LENGTH = 4096
 _Change = Annotated[float, msgspec.Meta(gt=0, le=10)]
 """Threshold of a first-block cache, as a relative change."""
@@ -79,7 +81,7 @@ _Change = Annotated[float, msgspec.Meta(gt=0, le=10)]
 @dataclass(frozen=True)
 class PipelineInfo:
     """Properties of a loaded pipeline, against which requests are validated. The properties are
-    read once per pipeline.
+    read from the pipeline once.
     """
 
     class_name: str
@@ -89,9 +91,9 @@ class PipelineInfo:
     conventions: PipelineConventions
     """Prompt suffixes and aspect ratios of the pipeline class."""
     size_multiple: int
-    """Number of pixels of which height and width must be multiples."""
+    """Height and width must be multiples of this number of pixels."""
     frame_stride: int
-    """Stride of the number of frames, which must be 1 plus a multiple of `frame_stride`."""
+    """The number of frames must be 1 plus a multiple of `frame_stride`."""
     guidance: str | None
     """Name of the argument for the guidance scale, or None if the pipeline has no such argument."""
     text_widths: tuple[int, ...]
@@ -99,7 +101,7 @@ class PipelineInfo:
     tensor_dtype: torch.dtype
     """Dtype of the pipeline's floating-point tensor arguments."""
     encodes_text: bool
-    """Whether the pipeline has a text encoder. False if the deployment omits it."""
+    """Whether the pipeline has a text encoder. False if the deployment omits the text encoder."""
 
     @property
     def video(self) -> bool:
@@ -138,11 +140,10 @@ class PipelineInfo:
 
 
 def _size_multiple(attributes: Mapping[str, Any], denoiser_config: Mapping[str, Any]) -> int:
-    """Return the number of pixels of a token along one side: the VAE's scale factor times the patch
-    size.
+    """Return the side length of a token in pixels: the VAE's scale factor times the patch size.
 
-    The function looks for both values under several names, because pipeline classes store them
-    under different names.
+    The function looks up the scale factor and the patch size under several names, because pipeline
+    classes store them under different names.
     """
     scale = attributes.get("vae_scale_factor_spatial") or attributes.get("vae_scale_factor") or 1
     patch = denoiser_config.get("patch_size")
@@ -159,7 +160,7 @@ def _size_multiple(attributes: Mapping[str, Any], denoiser_config: Mapping[str, 
 
 @dataclass(frozen=True)
 class PipelineCall:
-    """A validated request, as a call of the pipeline."""
+    """A validated request, converted to a pipeline call."""
 
     arguments: dict[str, Any]
     """Arguments of the pipeline's `__call__`, except the generator and the callback."""
@@ -186,7 +187,7 @@ def pipeline_call(
     options: DiffusersOptions,
     device: torch.device,
 ) -> PipelineCall:
-    """Convert a request to a call of the pipeline.
+    """Convert a request to a pipeline call.
 
     Args:
         params: Parameters of the request.

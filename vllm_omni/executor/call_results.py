@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts the output of a pipeline to tensors of the envelope.
+"""Converts the output of a pipeline to the tensors of a result envelope.
 
 The result is `images`, uint8 [N, H, W, 3], or `frames`, uint8 [T, H, W, 3]. Values are quantized on
 the device before they are copied to the host. Quantization multiplies by 255 and rounds half to
-even, as `numpy_to_pil` of diffusers does, so the bytes equal those of `output_type="pil"`.
+even, as diffusers' `numpy_to_pil` does, so the bytes equal those of `output_type="pil"`.
 """
 
 from collections.abc import Mapping

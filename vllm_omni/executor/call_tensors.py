@@ -3,9 +3,9 @@
 
 Images become PIL images; embeddings are moved to the pipeline's device. A tensor has the same name
 as the pipeline's argument, with two exceptions for tensors that endpoints send: `mask` becomes the
-argument `mask_image`, and `image_1`, `image_2`, and so on are further images of `image`. If a
-tensor has a wrong dtype, shape or value, the request fails with an error that names the tensor.
-This module does not depend on a model.
+argument `mask_image`, and `image_1`, `image_2`, and so on are additional images for the argument
+`image`. If a tensor has the wrong dtype or shape or an invalid value, the request fails with an
+error that names the tensor. This module does not depend on a model.
 """
 
 import re

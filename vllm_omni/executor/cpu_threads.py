@@ -28,8 +28,8 @@ class CpuThreads:
     def set_threads(self) -> None:
         """Assign the CPU threads to the calling thread. Idempotent.
 
-        Each worker thread calls this method when it starts. The engine's thread calls it when no
-        worker thread is left.
+        Each worker thread calls this method when it starts. The engine's thread calls this method
+        when no worker thread is left.
         """
         if self._count is not None:
             torch.set_num_threads(self._count)

@@ -5,8 +5,8 @@
     --config-format omni
 
 The pipeline runs in the engine's process on a single device, without vLLM's workers, model runner
-and K/V cache. `PipelineWorker` handles vLLM's `collective_rpc` calls to workers. A call of a
-feature that pipelines do not support fails with an error that names the feature.
+and K/V cache. `PipelineWorker` handles vLLM's `collective_rpc` calls to workers. Calling a feature
+that pipelines do not support fails with an error that names the feature.
 """
 
 import logging
@@ -61,7 +61,7 @@ class DiffusersPipelineExecutor(Executor):
         kwargs: dict[str, Any] | None = None,
         non_block: bool = False,
     ) -> Any:
-        """Call a method of the only worker immediately. `timeout` is ignored.
+        """Call a method of the single worker immediately. `timeout` is ignored.
 
         Returns:
             A list with one result, or a future of this list if `non_block` is set.
@@ -240,8 +240,8 @@ class PipelineWorker:
         """Free device memory.
 
         Level 1 moves the weights to host memory (on a CPU it frees nothing). Level 2 discards the
-        weights until `wake_up` is called. A request in progress continues after level 1. With level
-        2 it fails, unless vLLM has already aborted it.
+        weights until `wake_up` is called. After level 1, a request in progress continues. After
+        level 2, the request fails unless vLLM has already aborted it.
         """
         if level == 2:
             self.runner.cancel_all(
@@ -258,8 +258,8 @@ class PipelineWorker:
             self.runner.host.wake_up()
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Refuse to discard weights. Other tags are ignored: vLLM itself only discards `kv_cache`,
-        which a pipeline does not have.
+        """Refuse to discard weights and ignore all other tags. vLLM itself discards only
+        `kv_cache`, which a pipeline does not have.
         """
         if "weights" in tags:
             raise NotImplementedError("discarding weights: use sleep level 2")

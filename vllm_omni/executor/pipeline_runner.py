@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`PipelineRunner`: runs scheduled requests, one denoise step of each per engine step.
 
-The runner uses the requests (`RequestStates`), the pipeline (`PipelineHost`), and one worker thread
-(`WorkerThread`) for each request that may run concurrently. `omni.model.interleave` is the number
-of these requests, by default one; all other requests wait in the scheduler's order.
+The runner combines the request states (`RequestStates`), the pipeline (`PipelineHost`), and one
+worker thread (`WorkerThread`) for each request that may run concurrently. `omni.model.interleave`
+is the maximum number of concurrent requests (default: one); all other requests wait in the
+scheduler's order.
 
 In its first engine step, a request runs its encoding and its first denoise step. In each further
 engine step, it runs one more denoise step. In its last engine step, it runs its decode. The worker
@@ -12,8 +13,7 @@ thread is paused between engine steps, so an abort takes effect before the next 
 Invariants (tests/executor/):
 - The result of a request is bit-identical to calling the pipeline directly, regardless of other
   requests.
-- A request that fails or is aborted does not affect other requests. An error of the device ends the
-  engine.
+- A request that fails or is aborted does not affect other requests. A device error ends the engine.
 - A finished, failed or aborted request leaves no memory allocated on the device.
 """
 
@@ -51,7 +51,7 @@ class RunningCall:
     """A request that is running."""
 
     call: PipelineCall
-    """The validated request, as a call of the pipeline."""
+    """The validated request, converted to a pipeline call."""
     lora: Selection
     """LoRA adapters of the request."""
     thread: WorkerThread[Result]
@@ -59,14 +59,14 @@ class RunningCall:
     step: int = 0
     """Number of denoise steps that the request has finished."""
     num_steps: int = 0
-    """Total number of denoise steps: first the requested number, later the number that the pipeline
-    reports."""
+    """Total number of denoise steps: initially the requested number, and later the number that the
+    pipeline reports."""
     step_ms: list[float] = field(default_factory=list)
     """Durations of the engine steps in which the request has run, in milliseconds."""
 
 
 class PipelineRunner:
-    """Runs the requests of one pipeline. All methods must be called from one thread.
+    """Runs the requests of one pipeline. All methods must be called from the same thread.
 
     Args:
         host: Loads and calls the pipeline.
@@ -123,7 +123,7 @@ class PipelineRunner:
         )
 
     def _step(self, state: RequestState) -> torch.Tensor | None:
-        """Run a request until its step ends.
+        """Run a request until its current step ends.
 
         Returns:
             The envelope of the result or of the error if the request has finished or failed,
@@ -194,7 +194,7 @@ class PipelineRunner:
         first, *later = running.step_ms
         total_ms = round((time.perf_counter() - state.started_s) * 1e3, 3)
         # The pipeline does not separate encoding from the first step. Without a step callback, the
-        # whole call counts as this first stage.
+        # whole call is timed as `encode_and_first_step`.
         stages = {"encode_and_first_step": [first], "steps": later[:-1], "decode": later[-1:]}
         return pack({**meta, "timings_ms": {**stages, "total": [total_ms]}}, tensors)
 
@@ -288,8 +288,8 @@ class PipelineRunner:
 
 
 class _StepTimes:
-    """Prevents the host from running more than one step ahead of the device, so that aborts take
-    effect within a step."""
+    """Keeps the host at most one step ahead of the device, so that aborts take effect within one
+    step."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creates the components of a pipeline directory with random weights, generated on their device.
+"""Creates the components of a pipeline directory with random weights that are generated on the
+target device.
 
-Random weights are used with `--load-format dummy`, to measure models of real size without their
-weight files. Only the configs in the directory are read. Generating 20 billion parameters on a GPU
-takes seconds, because nothing is initialised on the host. The values depend only on the name of the
-component.
+Random weights are used with `--load-format dummy` to benchmark models at their real size without
+their weight files. Only the configs in the directory are read. Generating 20 billion parameters on
+a GPU takes seconds, because nothing is initialised on the host. The random values depend only on
+the name of the component.
 """
 
 import importlib
@@ -59,7 +60,8 @@ def _random(
             f"component {folder.name!r} of library {library!r} cannot have random weights"
         )
     model_class = getattr(importlib.import_module(library), class_name)
-    # Parameters are created as meta tensors. Buffers stay real, because constructors compute them.
+    # Parameters are created as meta tensors. Buffers are allocated, because constructors compute
+    # their values.
     with init_empty_weights(include_buffers=False):
         if library == "diffusers":
             model: Any = model_class.from_config(model_class.load_config(folder))

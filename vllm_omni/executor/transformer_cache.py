@@ -3,8 +3,8 @@
 
 Every forward pass computes the first block. If the result of the first block has changed little
 since the last full forward pass (diffusers' `FirstBlockCacheConfig`), the contribution of the other
-blocks in that pass is reused. A cached forward pass therefore still costs as much as the first
-block.
+blocks in that pass is reused. A cached forward pass is therefore not free: it costs as much as the
+first block.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ _DENOISERS = ("transformer", "transformer_2")
 
 @contextmanager
 def cached_steps(pipeline: Any, threshold: float | None) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Context manager in which the transformers of a pipeline cache their steps.
+    """Context manager within which a pipeline's transformers use the first-block cache.
 
     Args:
         pipeline: The pipeline whose transformers use the cache.
@@ -70,7 +70,7 @@ def cached_steps(pipeline: Any, threshold: float | None) -> Iterator[Callable[[]
 
 
 class _Forwards:
-    """Counts the forward passes of a transformer, in total and up to the last block."""
+    """Counts a transformer's forward passes, and how many of them run the last block."""
 
     def __init__(self, denoiser: nn.Module, after: ExitStack) -> None:
         self.begun = self.whole = 0

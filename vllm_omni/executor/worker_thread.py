@@ -18,14 +18,15 @@ PausePoint = Callable[[], None]
 
 
 class WorkCancelled(BaseException):
-    """Raised inside cancelled work, at the point where the work is paused.
+    """Raised inside cancelled work, at the point where it was paused.
 
     The class derives from BaseException, so `except Exception` in the work does not catch it.
     """
 
 
 class WorkerThread(Generic[T]):
-    """A worker thread that runs step by step. Its owner must call all methods from a single thread.
+    """A thread that runs its work step by step. The owner must call all methods from a single
+    thread.
 
     Args:
         name: Name of the thread.
@@ -54,14 +55,13 @@ class WorkerThread(Generic[T]):
         """Assign work to the thread. The work does not run until `advance` is called.
 
         Args:
-            work: Function to run. It is called with one argument: a function that pauses the
-                thread.
+            work: Function to run, called with one argument: a function that pauses the thread.
         """
         assert self._work is None, "the worker thread is busy"
         self._work = work
 
     def advance(self) -> tuple[bool, T | None]:
-        """Run the work until it pauses or ends. Raises the exception of the work.
+        """Run the work until it pauses or ends. Re-raises any exception that the work has raised.
 
         Returns:
             Whether the work has finished, and its result if it has.
@@ -99,7 +99,9 @@ class WorkerThread(Generic[T]):
             self._cancelling = False
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run a function on the idle or paused thread. Raises the function's exception."""
+        """Run a function on the idle or paused thread. Re-raises any exception that the function
+        raises.
+        """
         self._errand = function
         self._resume.release()
         self._stopped.acquire()

@@ -41,7 +41,9 @@ class PendingScalar:
 
     @property
     def known(self) -> bool:
-        """Whether the device has computed the value, so that `wait` returns at once."""
+        """Whether the device has computed the value, which means that `wait` returns
+        immediately.
+        """
         return self._arrived is None or bool(self._arrived.query())
 
     def wait(self) -> int:
@@ -80,7 +82,7 @@ class StageTimer:
     def milliseconds(self) -> dict[str, list[float]]:
         """Return the durations of all stages so far in milliseconds, by stage name and in order.
 
-        On CUDA, this waits for all stages, on whichever CUDA stream they run.
+        On CUDA, this waits until all stages have finished, regardless of their CUDA stream.
         """
         for _, _, end in self._events:
             end.synchronize()
@@ -88,7 +90,7 @@ class StageTimer:
 
     def milliseconds_so_far(self) -> dict[str, list[float]]:
         """Return the durations of the stages that the device has finished, without waiting for
-        others.
+        unfinished stages.
         """
         ended = [
             (name, start.elapsed_time(end)) for name, start, end in self._events if end.query()

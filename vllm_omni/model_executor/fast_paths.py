@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists the fast paths that a machine supports and those that an engine uses.
 
-`FastPath` describes one fast path. Other modules choose the fast paths, and the functions below
-only collect these choices. There is one exception: a path that the options of an engine do not
-require is listed as disabled.
+`FastPath` describes one fast path. Other modules decide whether a fast path is used, and the
+functions below only collect these decisions. The one exception is that `engine_paths` lists FP8
+attention and the quantization kernels as disabled if the options of the engine do not need them.
 """
 
 from collections.abc import Callable, Sequence

@@ -15,8 +15,8 @@ One request generates one chunk, with the following calls. Each line is one engi
 
 A strict causal model runs its clean-context pass as the last step
 (`DiffusionRequest.clean_passes`). `post_decode` is called before that pass, because the latents are
-already final. Until `commit`, a session's state that can affect a later chunk does not change.
-`commit` cannot fail half-way, because it only replaces references and counters.
+already final. The session state that later chunks depend on changes only in `commit`. `commit`
+cannot fail half-way, because it only replaces references and counters.
 """
 
 from abc import ABC, abstractmethod
@@ -50,8 +50,8 @@ class SessionState(ABC):
         self.chunk_index = 0
         """Number of committed chunks, which is also the index of the next chunk."""
         self.failure: RequestFailed | None = None
-        """Error for all further chunks. The field is set if a chunk was committed on other ranks
-        but its decode failed on this rank. None: the session has not failed.
+        """Error with which all further chunks fail. The field is set if a chunk was committed on
+        other ranks but its decode failed on this rank. None: the session has not failed.
         """
         self.adapters: Selection = ()
         """LoRA adapters of the last committed chunk. The next chunk uses the same adapters, unless
@@ -85,8 +85,8 @@ class SessionState(ABC):
 
     @property
     def held_frames(self) -> int:
-        """Number of frames in the K/V window that have memory. 0: not counted, because the window
-        has a constant size.
+        """Number of frames in the K/V window for which memory is allocated. 0: the frames are not
+        counted, because the window has a constant size.
         """
         return 0
 
@@ -113,8 +113,8 @@ class SessionState(ABC):
 
     @abstractmethod
     def to(self, device: torch.device | str) -> None:
-        """Move every buffer to `device`. Sleep mode uses this to move sessions to the host and
-        back.
+        """Move every buffer to `device`. Sleep mode uses this method to move sessions to the host
+        and back.
         """
 
     def start_params(self) -> DiffusionParams:
@@ -176,18 +176,18 @@ class DiffusionRequest(Generic[Session, Work]):
     clean_passes: int = 0
     """Number of final passes that leave the latents unchanged, set by `prepare_encode`."""
     step: int = 0
-    """Index of the next forward pass. Only the runner's role changes it."""
+    """Index of the next forward pass. Only the runner changes it, according to the rank's role."""
     state: Work | None = None
     """Working set of the chunk: latents, noise and conditioning. The model owns it."""
     predecessor: "DiffusionRequest[Session, Work] | None" = None
     """The previous chunk of the session if it is in flight (`SupportsChunksInFlight`). A
     predecessor has always been prepared and started. None: the chunk continues from the committed
-    session. Only `prepare_encode` reads this field, which is None afterwards.
+    session. Only `prepare_encode` reads this field, and the field is None after `prepare_encode`.
     """
     degradations: tuple[str, ...] = ()
     """Degradations of this chunk, which the scheduler requests before `prepare_encode`.
     `post_decode` removes the degradations that were not applied, and the result's metadata lists
-    the others.
+    the remaining ones.
     """
     adapters: Selection = ()
     """LoRA adapters of all forward passes of this chunk."""
@@ -224,7 +224,7 @@ class SupportsStepExecution(Protocol[Session, Work]):
     """Marker by which the runner recognises the class. Always True."""
 
     def session_nbytes(self, params: DiffusionParams) -> int:
-        """Return the size in bytes that `new_session(params)` would have on this rank.
+        """Return the size in bytes of a session from `new_session(params)` on this rank.
 
         The runner calls this before it admits a session, so it must not allocate memory.
         """
@@ -279,8 +279,8 @@ class SupportsStepExecution(Protocol[Session, Work]):
         """
 
     def set_latents(self, request: DiffusionRequest[Session, Work], latents: torch.Tensor) -> None:
-        """Set the latents for the next step. Called on all other stages with the latents of the
-        last stage.
+        """Set the latents for the next step. Called on all stages except the last, with the latents
+        of the last stage.
         """
 
     def post_decode(
@@ -289,9 +289,9 @@ class SupportsStepExecution(Protocol[Session, Work]):
         """Return `(meta, tensors)` of the result, for example `{"frames": uint8 [T, H, W, 3]}`.
 
         Called on the last stage when the latents are final. If several ranks share the layers of
-        this stage, it is called only on the first of these ranks, unless they decode together
-        (`SupportsParallelDecode`). Clean-context passes may follow, so the state that such passes
-        need must be retained.
+        this stage, `post_decode` is called only on the first of these ranks, unless they decode
+        together (`SupportsParallelDecode`). Clean-context passes may follow, so the state that such
+        passes need must be retained.
 
         On CUDA, the decode may run on a separate `cuda_stream` alongside the session's next chunk.
         `post_decode` must therefore not synchronise with the device, and `request.state` must hold
@@ -299,7 +299,7 @@ class SupportsStepExecution(Protocol[Session, Work]):
         """
 
     def commit(self, request: DiffusionRequest[Session, Work]) -> None:
-        """Add the chunk to its session on this rank: lengths, caches, camera, chunk index."""
+        """Update the chunk's session on this rank: its lengths, caches, camera and chunk index."""
 
     def warmup_inputs(self) -> list[Inputs]:
         """Return the warm-up requests, which have the largest shape. The runner runs each of them

@@ -3,8 +3,8 @@
 
 Each family defines its presets once, as `PRESETS` in its `config.py`. `StreamingOptions` applies
 the options of a preset wherever `omni.model` is parsed. The config hook (`registration.py`) applies
-the precision of a preset, because vLLM's arguments are known only there. An option takes the first
-value that exists in this order:
+the precision of a preset, because vLLM's arguments are known only there. The value of an option is
+the first one that exists in this order:
 
 1.  the value set by the user;
 2.  the value in the world description, which states how this checkpoint was trained;
@@ -34,7 +34,7 @@ steps.
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """Defaults that one preset sets. All other options are as in the preset `reference`."""
+    """Defaults that one preset sets. All other options are as in the `reference` preset."""
 
     model: Mapping[str, Any] = field(default_factory=dict)
     """Defaults for options under `omni.model`."""
@@ -65,7 +65,7 @@ class ServedPreset:
     name: PresetName
     """Name of the preset that the server uses."""
     model: Mapping[str, Any]
-    """Options under `omni.model` that have the preset's value."""
+    """Options under `omni.model` whose values come from the preset."""
     replaced: tuple[str, ...]
     """Options of the preset for which the user or the world description has set another value."""
     quantization: Literal["fp8"] | None
@@ -114,7 +114,7 @@ def served_preset(
         name: Name of the preset to apply.
         options: Options under `omni.model` that the user and the world description set.
         channels: Width of the network, in channels.
-        fp8: Value of the option `omni.model.fp8`.
+        fp8: Value of the `omni.model.fp8` option.
     """
     preset = presets[name]
     model = preset.defaults(options)

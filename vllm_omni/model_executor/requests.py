@@ -2,9 +2,9 @@
 """`RequestStates`: the requests of one rank, from the time they are first scheduled until they
 finish.
 
-A request that cannot be parsed gets a state with `failure` instead of raising an exception, so that
-it does not affect other requests. The diffusion worker and the diffusers executor both use this
-module.
+If a request cannot be parsed, the error is stored in `RequestState.failure` instead of being
+raised, so that other requests are not affected. The diffusion worker and the diffusers executor
+both use this module.
 """
 
 import logging
@@ -39,7 +39,7 @@ class RequestState:
     chunk: DiffusionRequest | None = None
     """Chunk that the request generates. None: the request has not been admitted."""
     lora_request: LoRARequest | None = None
-    """LoRA adapter that was selected with vLLM's own argument `lora_request`."""
+    """LoRA adapter that was selected with vLLM's own `lora_request` argument."""
     index: int = 0
     """Index of the chunk in its session."""
     opened_session: bool = False
@@ -55,8 +55,8 @@ class RequestState:
     decode_failure: RequestFailed | None = None
     """Error that the decode raised. A chunk with such an error fails after its last step."""
     deferred: torch.Tensor | None = None
-    """Finished envelope that did not fit into the message of one engine step and is sent with the
-    next.
+    """Finished envelope that did not fit into the message of one engine step and is sent in the
+    message of the next step.
     """
     degradations: tuple[str, ...] = ()
     """Degradations that the scheduler has chosen for the chunk."""
@@ -77,7 +77,9 @@ class RequestStates(dict[str, RequestState]):
     """States of all requests by request id, oldest request first."""
 
     def add_request(self, data: NewRequestData) -> RequestState:
-        """Parse a newly scheduled request. A malformed request gets a state with `failure`."""
+        """Parse a newly scheduled request. The error for a malformed request is stored in
+        `failure`.
+        """
         extra = data.pooling_params.extra_kwargs if data.pooling_params is not None else None
         try:
             params = DiffusionParams.from_extra_kwargs(extra)
@@ -109,7 +111,7 @@ class RequestStates(dict[str, RequestState]):
         The keys are session ids instead of request ids, because vLLM renames requests.
         """
         found: dict[str, list[int]] = {}
-        # States are ordered oldest first, so this finds the chunk of a session that is done next.
+        # States are ordered oldest first, so the first unfinished chunk of a session is used.
         for state in self.values():
             if state.chunk is not None:
                 session_id = state.chunk.session.session_id
@@ -119,7 +121,7 @@ class RequestStates(dict[str, RequestState]):
         return found
 
     def done_in(self, session_id: str) -> list[str]:
-        """Return vLLM's ids of the requests of a session that have completed their last step."""
+        """Return vLLM's ids of a session's requests that have completed their last step."""
         return [
             state.request_id
             for state in self.values()
@@ -162,10 +164,10 @@ def as_failure(error: Exception, request_id: str) -> RequestFailed:
 def group_states(
     model: SupportsStepExecution, states: Sequence[RequestState], limit: int
 ) -> list[list[RequestState]]:
-    """Split requests into batches of equal `batch_key` and adapters, in order.
+    """Split requests, in order, into batches with equal `batch_key` and equal adapters.
 
-    Each batch shares a forward pass, regardless of the denoise steps of its requests. The order of
-    the scheduler is kept, so that every rank builds the same batches.
+    The requests of a batch share a forward pass, even if they are at different denoise steps. The
+    scheduler's order is preserved, so that every rank builds the same batches.
 
     Args:
         model: Model that defines `batch_key`.

@@ -2,8 +2,8 @@
 """Results that the device may still be computing: the frames of a chunk, and whether its latents
 are finite.
 
-Reading the frames or the check waits for the device. On devices other than CUDA, all work is
-already complete when a call returns.
+Reading the frames or the result of the check waits for the device. On devices other than CUDA, all
+work is already complete when a call returns.
 """
 
 import time
@@ -20,7 +20,7 @@ from vllm_omni.outputs import RequestFailed, pack
 
 
 class PendingResult:
-    """Result of a chunk that the device may still decode or copy to the host.
+    """Result of a chunk that the device may still be decoding or copying to the host.
 
     The request must retain the inputs of the decode until the decode is done.
 
@@ -55,7 +55,7 @@ class PendingResult:
         self._started_s = started_s
 
     def ready(self) -> bool:
-        """Whether decode and copy are complete, so that `wait` returns at once."""
+        """Whether decode and copy are complete, which means that `wait` returns immediately."""
         return self._done is None or bool(self._done.query())
 
     def wait(self) -> None:
@@ -86,7 +86,9 @@ class FiniteCheck:
 
     @property
     def known(self) -> bool:
-        """Whether the device has finished the check, so that `require` returns at once."""
+        """Whether the device has finished the check, which means that `require` returns
+        immediately.
+        """
         return self._finite.known
 
     def require(self, what: str) -> None:

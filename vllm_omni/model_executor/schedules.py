@@ -71,8 +71,8 @@ class ChunkNoise:
 
 TRAIN_STEPS = 1000
 _SIGMA_MAX = float(np.float32(0.999))
-"""Largest sigma of the original scheduler, in single precision because the scheduler computes its
-table in two passes and stores this value in single precision between them.
+"""Largest sigma of the original scheduler. The value is rounded to single precision, because the
+scheduler computes its table in two passes and stores the sigma in single precision between them.
 """
 
 Convention = Literal["original", "exact"]
@@ -142,8 +142,8 @@ class Trajectory:
     def add_step(
         self, latents: torch.Tensor, step: int, noise: ChunkNoise, given_frames: int
     ) -> None:
-        """Record a step. The arguments are the latents before the step and those of
-        `FewStepSchedule.log_prob`.
+        """Record a step. `latents` are the latents before the step, and the other arguments are
+        passed to `FewStepSchedule.log_prob`.
         """
         self.latents.append(latents)
         if step + 1 < self.schedule.num_steps:
@@ -178,7 +178,7 @@ class EulerSchedule:
     def advance(
         self, latents: torch.Tensor, flow: torch.Tensor, step: int, noise: ChunkNoise | None = None
     ) -> torch.Tensor:
-        """Return the latents at the next noise level, fp32. The argument `noise` is not used."""
+        """Return the latents at the next noise level, fp32. The `noise` argument is not used."""
         change = (self.sigmas[step + 1] - self.sigmas[step]) * flow
         return (latents + change).to(self.dtype).float()
 
@@ -268,7 +268,7 @@ def nearest_schedule(shift: float, timesteps: Sequence[float]) -> FewStepSchedul
 
     Args:
         shift: Parameter of `warp` for the table, greater than 0.
-        timesteps: Timesteps of the steps, strictly decreasing, in [0, 1000].
+        timesteps: Timestep of each denoise step, strictly decreasing, in [0, 1000].
 
     Raises:
         ValueError: The shift or a timestep is out of range.

@@ -4,9 +4,9 @@
 The method follows TeaCache (Liu et al. 2024, arXiv 2411.19108): between two steps, the prediction
 of a network changes about as much as its time embedding. The changes of the embedding since the
 last computed step are summed. While the sum is below the threshold of the request, the prediction
-of that step is reused. There are two differences from TeaCache. Changes are relative to their mean
-over the schedule, because TeaCache's polynomial must be fitted to each checkpoint. The cache
-contains the prediction instead of a residual.
+of the last computed step is reused. There are two differences from TeaCache. Changes are divided by
+their mean over the schedule instead of rescaled with TeaCache's polynomial, which must be fitted to
+each checkpoint. The cache contains the prediction instead of a residual.
 
 Which steps are computed is decided before the first step and depends only on the timesteps and the
 threshold of the request. All ranks therefore compute the same steps, and the host does not wait for
@@ -59,7 +59,8 @@ def computed_steps(
 
 
 def step_cache_meta(threshold: float | None, computed: Sequence[bool]) -> dict[str, Any]:
-    """Return the result's metadata on step caching: the threshold and the share of computed steps.
+    """Return the result's metadata on step caching: the threshold and the fraction of steps
+    that are computed.
 
     The metadata is empty for a request without a threshold.
     """

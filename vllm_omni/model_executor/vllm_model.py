@@ -43,9 +43,9 @@ class StepPipeline(
 ):
     """Base class of all registered pipelines.
 
-    Subclasses implement `SupportsStepExecution` and `load_weights`. The class is `SupportsLoRA`
-    even if a model supports no adapters, because vLLM 0.33 requires this before the family's
-    `check_adapters` can decide.
+    Subclasses implement `SupportsStepExecution` and `load_weights`. The class implements
+    `SupportsLoRA` even if a model supports no adapters, because vLLM 0.33 requires this before the
+    family's `check_adapters` can decide.
     """
 
     is_pooling_model: ClassVar[Any] = True
@@ -59,7 +59,8 @@ class StepPipeline(
     """Marker by which the runner recognises that a class implements `SupportsStepExecution`."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        nn.Module.__init__(self)  # another base of a subclass may take different arguments
+        # `super().__init__` could reach another base class of a subclass, with other parameters.
+        nn.Module.__init__(self)
         self.pooler = IdentityPooler()
 
     def embed_input_ids(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -174,7 +175,7 @@ class CheckpointPipeline(StepPipeline, Generic[Layout]):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load all components of the checkpoint strictly.
 
-        The argument `weights`, which is vLLM's iterator over the files of one directory, is not
+        The `weights` argument, which is vLLM's iterator over the files of one directory, is not
         used.
         """
         assert isinstance(self.model, LoadsCheckpoint)
@@ -225,7 +226,7 @@ def launches_graphs(
     *,
     name: str = "cuda_graphs",
 ) -> FastPath:
-    """Resolve `omni.model.cuda_graphs`. CUDA graphs are always off on other devices.
+    """Resolve `omni.model.cuda_graphs`. CUDA graphs are always off on devices other than CUDA.
 
     Args:
         requested: Value of the option. None: graphs are used unless another argument rules them

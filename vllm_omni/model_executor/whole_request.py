@@ -8,13 +8,13 @@ The served model has one method that computes the whole result of a request:
     tensors)
 
 The method names are tried in the order of `METHODS`. Methods inherited from `torch.nn.Module` or
-`StepPipeline` do not count. The input tensors are on the CPU; the result may be on any device. The
+`StepPipeline` are ignored. The input tensors are on the CPU; the result may be on any device. The
 client receives a `RequestFailed` unchanged. A method named `forward` must accept `**kwargs`,
 because vLLM refuses classes with a `forward` that does not accept vLLM's keywords.
 
-Limitations: an abort takes effect only after the request, requests are not batched, and only one
-pipeline stage is supported. A model with separate denoise steps should implement
-`SupportsStepExecution`.
+Limitations: an abort takes effect only when the request in progress is complete, requests are not
+batched, and only one pipeline stage is supported. A model with separate denoise steps should
+implement `SupportsStepExecution`.
 """
 
 import inspect
@@ -103,7 +103,7 @@ class WholeRequestModel:
         request.num_steps = 1
 
     def batch_key(self, request: Request) -> Hashable:
-        return request.request_id  # the model takes one request at a time
+        return request.request_id  # unique per request, because the model cannot batch requests
 
     def denoise_step(
         self, batch: Sequence[Request], hidden: torch.Tensor | None = None
@@ -141,10 +141,10 @@ class WholeRequestModel:
 
 
 def in_steps(network: nn.Module) -> SupportsStepExecution:
-    """Return the model itself, or a `WholeRequestModel` that wraps it if it has no steps.
+    """Return the model itself if it supports step execution, else a `WholeRequestModel` around it.
 
     Raises:
-        TypeError: The model has neither steps nor a method that runs a request.
+        TypeError: The model neither supports step execution nor defines one of `METHODS`.
     """
     if isinstance(network, SupportsStepExecution) and network.supports_step_execution:
         return network

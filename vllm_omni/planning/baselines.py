@@ -119,10 +119,10 @@ class Comparison(msgspec.Struct, frozen=True):
     """Whether the baseline was recorded on the same kind of GPU, or on the same CPU with the same
     number of cores."""
     tolerance: float
-    """Maximum difference between the ratio and 1 for which the values count as equal."""
+    """Largest difference between the ratio and 1 at which the two values still count as equal."""
     verdict: Verdict
-    """Result of the comparison. `other hardware` means that the ratio does not allow conclusions
-    about this installation."""
+    """Result of the comparison. `other hardware` means that the ratio says nothing about this
+    installation."""
 
 
 def gpu_kind(name: str) -> str:

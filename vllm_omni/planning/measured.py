@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured speed of streaming models, which `vllm-omni plan` prints in addition to their memory.
+"""Measured speed of streaming models, which `vllm-omni plan` prints in addition to their memory
+use.
 
 Speed is looked up and never predicted, because it depends on kernels, hosts and interconnects as
 much as on tensor shapes. tests/planning/test_measured.py compares the rows of the table with the
@@ -20,7 +21,7 @@ _FILE: Final = "measured.json"
 
 
 class MeasuredRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One measured engine, at the default size of its model and with random weights."""
+    """Measurement of one engine at the default video size of its model, with random weights."""
 
     model: str
     """Name of the network (`size_names`)."""
@@ -29,8 +30,8 @@ class MeasuredRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpus: int
     """Number of GPUs that the engine used."""
     split: str
-    """How the model was split over the GPUs (`str(Split)`). Ulysses ranks of one stage also share
-    its decodes."""
+    """How the model was split over the GPUs, as the text of a `ParallelSplit`. Ulysses ranks of one
+    stage also share its decodes."""
     precision: str
     """Precision of weights, keys and values."""
     fps: float
@@ -38,7 +39,7 @@ class MeasuredRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_frame_ms: float
     """Milliseconds from a session's first request to its first frame."""
     memory_gb: float
-    """Peak of the allocated memory on the GPU with the most, in 10^9 bytes."""
+    """Peak allocated memory, in 10^9 bytes, on the GPU that uses the most."""
     source: str
     """Name of the result file in `benchmarks/results`, followed by `#` and the row in the file."""
     window: int | None = None
@@ -63,7 +64,7 @@ def all_runs() -> tuple[MeasuredRun, ...]:
 def find_runs(model: StreamModel, gpu: str, gpus: int) -> list[MeasuredRun]:
     """Return the measured runs of a network on at most `gpus` GPUs, sorted by the number of GPUs.
 
-    The runs of a checkpoint are those of the network that has the same number of parameters and the
+    For a checkpoint, these are the runs of the network with the same number of parameters and the
     same number of tokens per frame.
     """
     return sorted(

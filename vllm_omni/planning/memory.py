@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the memory of a streaming model per GPU from its shapes, without loading anything.
+"""Computes the memory that a streaming model needs per GPU from the model's shapes, without loading
+anything.
 
 All functions are pure. The sizes of weights, K/V windows and caches are exact. The transient memory
 of a decode is a measured value (`AutoencoderMemory.workspace`). Tests: tests/planning/.
@@ -21,14 +22,14 @@ _WORKSPACE_FRAMES: Final = 3
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory of one engine."""
+    """Memory use of one engine."""
 
     split: ParallelSplit
     """How the engine splits the model over GPUs."""
     session_bytes: float
-    """Bytes per session on the rank where a session is largest."""
+    """Bytes per session on the rank where sessions are largest."""
     memory_bytes: float
-    """Bytes used on the rank with the most, with the requested number of sessions."""
+    """Bytes used, with the requested number of sessions, on the rank that uses the most."""
     max_sessions: int
     """Maximum number of sessions that fit; 0 if the model itself does not fit."""
 
@@ -63,24 +64,28 @@ def plan_memory(
 
 
 def window_bytes(model: StreamModel, frames: int) -> float:
-    """Return the bytes of the K/V of `frames` latent frames in all layers and heads."""
+    """Return the size in bytes of the K/V of `frames` latent frames in all layers and heads."""
     elements = 2 * (model.kv_dim or model.dim) * model.layers + model.side_kv
     return float(model.kv_itemsize * frames * model.tokens_per_frame * elements)
 
 
 def _pinned_bytes(model: StreamModel) -> float:
-    """Return the bytes of the K/V of pinned tokens, including the second copy of their keys."""
+    """Return the size in bytes of the K/V of pinned tokens, including the second copy of their
+    keys.
+    """
     return 3.0 * model.kv_itemsize * model.pinned_tokens * model.dim * model.layers
 
 
 def _cross_kv_bytes(model: StreamModel, split: ParallelSplit) -> float:
-    """Return the bytes of the K/V of prompts. Each chunk in flight may have a different prompt."""
+    """Return the size in bytes of the K/V of prompts. Each chunk in flight may have a different
+    prompt.
+    """
     elements = 2 * model.context_length * model.dim * model.layers / split.layer_parts
     return model.in_flight * elements * BF16 / (split.ranks if split.tensor else 1)
 
 
 def session_bytes(model: StreamModel, split: ParallelSplit, *, last_stage: bool = True) -> float:
-    """Return the bytes of one session on the first rank of a stage with layers.
+    """Return the size in bytes of one session on the first rank of a stage with layers.
 
     The last stage with layers also decodes, unless there is a VAE stage.
     """
@@ -100,8 +105,8 @@ def session_bytes(model: StreamModel, split: ParallelSplit, *, last_stage: bool 
 
 
 def _modulation_bytes(model: StreamModel, split: ParallelSplit) -> float:
-    """Return the bytes of the camera's scales and shifts of all layers. A chunk keeps them until it
-    is finished.
+    """Return the size in bytes of the scales and shifts that all layers compute from the camera. A
+    chunk keeps these tensors until it is finished.
     """
     if not model.camera:
         return 0.0
@@ -112,7 +117,7 @@ def _modulation_bytes(model: StreamModel, split: ParallelSplit) -> float:
 
 
 def weight_bytes(model: StreamModel, split: ParallelSplit, *, first_stage: bool = True) -> float:
-    """Return the bytes of weights on the first rank of a stage with layers.
+    """Return the size in bytes of the weights on the first rank of a stage with layers.
 
     The first rank of the first stage also holds the text encoder.
     """
@@ -127,9 +132,10 @@ def weight_bytes(model: StreamModel, split: ParallelSplit, *, first_stage: bool 
 
 
 def _adapter_bytes(model: StreamModel, split: ParallelSplit) -> float:
-    """Return the bytes of the slots of LoRA adapters.
+    """Return the size in bytes of the LoRA adapter slots.
 
-    Tensor-parallel ranks split one of an adapter's two factors; each has a copy of the other.
+    Tensor-parallel ranks split one of an adapter's two factors; each rank has a full copy of the
+    other factor.
     """
     whole = model.adapters * model.adapter_rank * model.sides * BF16 / split.layer_parts
     return whole * (1 + 1 / split.ranks) / 2 if split.tensor else whole

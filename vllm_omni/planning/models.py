@@ -33,7 +33,7 @@ def family_plans() -> dict[str, FamilyPlan]:
 
 
 def size_names() -> list[str]:
-    """Return the name of the network of each size."""
+    """Return the names of the networks of all sizes."""
     return [name for plan in family_plans().values() for name in plan.sizes]
 
 
@@ -44,7 +44,7 @@ def known_names() -> list[str]:
 
 
 def model_of(name: str, preset: PresetName = DEFAULT_PRESET, **changes: Any) -> StreamModel:
-    """Return the model with a name (`known_names`) or in a checkpoint directory.
+    """Return the model with the given name (`known_names`) or in the given checkpoint directory.
 
     If a name has several meanings, a size (`size_names`) takes precedence over a directory, and a
     directory takes precedence over a release.

@@ -2,7 +2,7 @@
 """Recorded speed and quality of presets, for the log line at startup and `vllm-omni plan`.
 
 Speed is recorded in `measured.json` (rows with a `preset`), and quality in `preset_quality.json`.
-There is no record for a server with another network, another video size or additional options.
+Servers with another network, another video size or additional options have no record.
 tests/planning/test_measured.py compares the rows with the result files that they cite.
 """
 
@@ -47,16 +47,16 @@ def all_qualities() -> tuple[PresetQuality, ...]:
 
 
 def speed_of_record(model: StreamModel, preset: PresetName) -> str:
-    """Return a text with the frame rates of a preset on one GPU of each kind, or a text that states
-    that none was measured.
+    """Return a text with the frame rates of a preset on one GPU of each kind, or a text stating
+    that no frame rate was measured.
     """
     runs = [run for gpu in GPU_BYTES for run in find_runs(model, gpu, 1) if run.preset == preset]
     return ", ".join(f"{run.fps:.1f} FPS on one {run.gpu}" for run in runs) or _UNKNOWN
 
 
 def quality_of_record(family: str, preset: PresetName) -> str:
-    """Return a text with the quality of a preset on the demo world, or a text that states that it
-    was not measured."""
+    """Return a text with the quality of a preset on the demo world, or a text stating that the
+    quality was not measured."""
     rows = [row for row in all_qualities() if (row.family, row.preset) == (family, preset)]
     shown = (f"PSNR {row.psnr_db:.1f} dB, sharpness {row.sharpness:.2f}" for row in rows)
     return ", ".join(shown) or _UNKNOWN

@@ -129,7 +129,7 @@ def _settings(model: StreamModel) -> str:
 
 
 def _options(model: StreamModel, split: ParallelSplit) -> list[str]:
-    """Return the options of `vllm serve --omni` that serve a model with a split."""
+    """Return the options with which `vllm serve --omni` serves a model with the given split."""
     flags, options = [], {}
     if split.ranks > 1:
         flags.append(f"--tensor-parallel-size {split.ranks}")

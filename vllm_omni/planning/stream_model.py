@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Description of a streaming model and of its split over GPUs. `memory.py` computes the memory from
-them.
+"""Description of a streaming model and of its split over GPUs, from which `memory.py` computes the
+memory use.
 
 A family that `vllm-omni plan` supports describes its networks in `models/<name>/plan.py`
 (`FamilyPlan`). Tests: tests/planning/.
@@ -22,7 +22,7 @@ _TEXT_WEIGHTS = 11.4e9
 
 @dataclass(frozen=True)
 class AutoencoderMemory:
-    """Memory of the autoencoder at 480x832, or at the model's fixed token grid.
+    """Memory that the autoencoder uses at 480x832, or at the model's fixed token grid.
 
     The defaults are those of Wan 2.1's VAE in bf16.
     """
@@ -43,7 +43,8 @@ class AutoencoderMemory:
     encoder_workspace: float = 3.5e9
     """Bytes of transient memory for encoding, for a chunk of at most three latent frames.
 
-    The value matters for models with an image condition or video input whose decoder needs less.
+    The value matters for models with an image condition or video input whose decoder needs less
+    transient memory.
     """
     tiny: "AutoencoderMemory | None" = None
     """Memory of the autoencoder with the tiny decoder (`omni.model.decoder` `tiny`). If None,

@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code that concerns a server's processes: exit codes, heap memory, log context, traces, and full
-disks."""
+"""Helpers for the processes of a server: exit codes, heap memory, log context, trace context, and
+detection of full disks."""

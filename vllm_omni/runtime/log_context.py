@@ -6,8 +6,9 @@ log handler determines how the ids appear in a log line. `ContextFilter` sets `r
 `session_id` on the record, so JSON formatters write them as fields, and a user's logging
 configuration can use them in its format. `ContextFormatter` appends the ids to the first line of
 the text.
-`entrypoints/telemetry/logs.py` installs both. This module imports only the standard library,
-because a user's logging configuration refers to `ContextFilter` before vLLM is imported.
+`entrypoints/telemetry/logs.py` installs the filter and the formatter. This module imports only the
+standard library, because a user's logging configuration refers to `ContextFilter` before vLLM is
+imported.
 """
 
 import contextlib
@@ -68,7 +69,7 @@ class ContextFilter(logging.Filter):
 
     Args:
         missing: Value of the attribute for an id that is not set. With None, the attribute is not
-            set, so JSON formatters omit it.
+            set, so JSON formatters omit the id.
     """
 
     def __init__(self, missing: str | None = "-") -> None:
@@ -87,8 +88,8 @@ class ContextFormatter(logging.Formatter):
     """Appends ` request_id=... session_id=...` to the first line of another formatter's text.
 
     Control characters in the arguments of a record are escaped, because arguments may contain text
-    from clients, such as paths, close reasons and names. A newline in this text would otherwise
-    look like a separate line of the server's log.
+    from clients, such as paths, close reasons and names. Without escaping, a newline in such text
+    would look like a separate line of the server's log.
 
     Args:
         inner: The wrapped formatter.

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes of one engine: their ids, and a thread that ends them when their parent ends.
 
-vLLM stops its engine when it shuts down, but it cannot do so after `kill -9`. The engine would then
+vLLM stops its engine during a shutdown, but cannot do so after `kill -9`. The engine would then
 wait for requests forever and occupy the memory of its device. `end_with_parent` therefore starts a
 thread that waits, without polling, until the parent process ends. The thread also watches the
 grandparent, unless the parent is a main process, because a worker is started by its engine core,
 and an engine core is started by the server. Only processes started by Python's `multiprocessing`
 are covered; Ray's workers and an engine in the user's own process are not.
 
-Workers call `end_with_parent` before they load a model. Schedulers call it because they run in the
-engine core. This module imports neither vLLM nor torch.
+Workers call `end_with_parent` before they load a model. Schedulers call `end_with_parent` because
+they run in the engine core. This module imports neither vLLM nor torch.
 """
 
 import contextlib
@@ -51,8 +51,8 @@ def engine_processes() -> dict[str, Any]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped (SIGSTOP, Ctrl-Z). A process that a debugger has stopped
-    does not count.
+    """Return whether a process is stopped (SIGSTOP, Ctrl-Z). A process that is stopped by a
+    debugger does not count as stopped.
     """
     return _stat_of(pid)[:1] == ["T"]
 
@@ -102,7 +102,7 @@ def _end(pid: int) -> None:
 
 
 def _stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat, starting with the state. The result is empty if the
+    """Return the fields of /proc/PID/stat, starting with the state. The list is empty if the
     process does not exist.
     """
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the errors in a server's replies, for clients of the server."""
+"""Lets clients read the errors in a server's responses."""
 
 import json
 from dataclasses import dataclass
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReceivedError:
-    """The error in a reply of a server."""
+    """The error in a response from a server."""
 
     message: str
-    """Explanation of the error for people."""
+    """Human-readable explanation of the error."""
     code: str | None = None
-    """Stable identifier of the error, or None if the reply contains no code."""
+    """Stable identifier of the error, or None if the response contains no code."""
     param: str | None = None
-    """Request field that caused the error, or None if the reply names no field."""
+    """Request field that caused the error, or None if the response names no field."""
 
 
 def read_error(body: bytes) -> ReceivedError | None:
-    """Return the error in the body of an HTTP reply.
+    """Return the error in the body of an HTTP response.
 
     Returns:
         The error. None if the body contains no error in OpenAI's format, for example because a
-            proxy wrote the reply.
+            proxy sent the response.
     """
     try:
         error = json.loads(body)["error"]

@@ -19,7 +19,7 @@ class Span:
 
     headers: Mapping[str, str] | None = None
     """Trace headers that make this span the parent of other spans, or None if this span cannot be a
-    parent. The parent of other spans then does not change.
+    parent. If None, other spans keep their current parent.
     """
 
     def end(self, failed: bool = False) -> None:

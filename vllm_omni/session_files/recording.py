@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recordings of sessions: the complete request of each chunk, and a digest of its frames.
 
-A file consists of a magic line followed by records. A record is a length (8 bytes, little endian)
-and an envelope of `outputs.py`. The first record names the model and its options. Every other
-record contains the request of a chunk (parameters and arrays) and its outcome: the index and digest
-of the chunk, or `None` if the request was cancelled. A cancelled chunk may still have been
-committed; the index of the next chunk shows whether it was. A file that ends within a record,
-because the server died, is valid up to that record. This module does not depend on the engine or on
-sockets.
+A file consists of a magic line followed by records. A record consists of a length (8 bytes, little
+endian) and an envelope (`outputs.py`). The first record names the model and its options. Every
+other record contains the request for a chunk (parameters and arrays) and its outcome: the index and
+digest of the chunk, or `None` if the request was cancelled. A cancelled chunk may still have been
+committed; the index of the next chunk shows whether it was. A file that ends in the middle of a
+record, because the server died, is valid up to that record. This module does not depend on the
+engine or on sockets.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ class LoraSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_cpu_loras: int | None
     """Value of `--max-cpu-loras`."""
     lora_dtype: str
-    """Value of `--lora-dtype`, as named in torch."""
+    """Value of `--lora-dtype`, as a torch dtype name."""
 
 
 class RecordingHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -94,7 +94,7 @@ class RecordedChunk:
 
 
 def digest_of(frames_THWC: np.ndarray) -> str:
-    """Return a digest of frames. The digest covers their shape, their dtype and all bytes."""
+    """Return a digest that covers the shape, the dtype and all bytes of the frames."""
     digest = hashlib.blake2b(f"{frames_THWC.dtype} {frames_THWC.shape} ".encode(), digest_size=16)
     digest.update(np.ascontiguousarray(frames_THWC).data)
     return digest.hexdigest()

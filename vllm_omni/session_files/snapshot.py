@@ -8,9 +8,9 @@ from its device to their offsets in the file, so saving or restoring a snapshot 
 only once.
 
 The safetensors library is not used, because it writes only contiguous tensors in host memory and
-reads only into memory that it allocates. This module therefore contains a reader, and
-`snapshot_writing.py` a writer. Files are validated by the rules of the library, and nothing is
-unpickled.
+reads only into memory that it allocates. This module therefore contains its own reader, and
+`snapshot_writing.py` contains the writer. Files are validated according to the rules of the
+safetensors library, and nothing is unpickled.
 
 The front end and all ranks must be able to access the file, on one host or in a shared directory.
 This module does not depend on a model or on sockets.
@@ -43,8 +43,8 @@ KIND: Final = "vllm_omni.session"
 KEY: Final = "omni_session"
 METADATA: Final = "__metadata__"
 LENGTH_BYTES: Final = 8
-"""Size in bytes of the little-endian number at the start of a file that states the length of the
-table."""
+"""Size in bytes of the little-endian integer at the start of a file. The integer is the length of
+the table."""
 MAX_TABLE_BYTES: Final = 1 << 20
 """Maximum size of the JSON table in bytes. The limit keeps parsing below 10 ms, because the
 endpoint and every worker parse the table between two steps."""
@@ -79,7 +79,7 @@ class ParallelLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Identity of a model to which a session belongs."""
+    """Identity of the model to which a session belongs."""
 
     family: str
     """Name of the model family."""
@@ -120,13 +120,13 @@ class SnapshotHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     opening: dict[str, Any]
     """Fields of the first chunk's `DiffusionParams` that determine the size of the session."""
     ranks: list[RankPart]
-    """Part of each rank, in order of rank."""
+    """The ranks' parts of the snapshot, in order of rank."""
     owner: dict[str, str] | None = None
     """Owner of the session, as identified by the endpoint that wrote the file. None if the file was
     not written by an endpoint.
     """
     lora: UsedLoras = []
-    """LoRA adapters of the last chunk. The next chunk uses them unless its request specifies
+    """LoRA adapters of the last chunk, which the next chunk uses unless its request specifies
     others.
     """
     is_complete: bool = True
@@ -438,7 +438,7 @@ class OpenSnapshot:
 
 
 def check_table(path: Path) -> None:
-    """Validate the table of a file in the same way as every worker.
+    """Validate the table of a file with the same checks that every worker performs.
 
     Raises:
         RequestFailed: The table is invalid.
@@ -451,8 +451,8 @@ def _check_offsets(table: Mapping[str, StoredTensor], nbytes: int) -> None:
     """Check that the length of each tensor matches its shape, and that the tensors fill the file
     exactly, without gaps.
 
-    The safetensors library makes the same checks. tests/worker/test_snapshot_table.py compares this
-    function with the library.
+    The safetensors library performs the same checks. tests/worker/test_snapshot_table.py compares
+    this function with the library.
 
     Raises:
         EOFError: One of the checks fails.

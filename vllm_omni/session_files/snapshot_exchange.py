@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Message exchanges with an engine's workers that save a session to a file or restore one.
+"""Message exchanges with an engine's workers that save a session to a file or restore a session
+from a file.
 
 An exchange is a generator that yields calls and receives the results of all ranks, so that `LLM`
 (synchronous) and the endpoints (asynchronous) can share the code. With an `LLM`:

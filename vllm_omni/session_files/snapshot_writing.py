@@ -35,8 +35,8 @@ from vllm_omni.tensors.saved import DTYPE_BYTES, StoredTensor
 
 _ALIGN: Final = 64
 HEAD_BYTES: Final = 64 << 10
-"""The head of a file that will be updated is padded to a multiple of this number of bytes. Because
-of the padding, the tensors can remain at their offsets in the next version of the file.
+"""The head of a file that will be updated is padded to a multiple of this number of bytes, so that
+the tensors can remain at their offsets in the next version of the file.
 """
 
 
@@ -50,7 +50,7 @@ class SnapshotPlan:
     """First bytes of the file: the length of the table, and the table."""
     starts: list[int]
     """Offset in the file at which each rank's tensors start. The tensors of a rank are adjacent and
-    in the order of its description. The last entry is the end of the file.
+    in the order of the rank's description. The last entry is the end of the file.
     """
 
     @property
@@ -72,7 +72,7 @@ def plan(
         described: Descriptions of the ranks' parts, in order of rank.
         package_version: Version of this package.
         owner: Owner of the session; see `SnapshotHeader.owner`.
-        align: Number of bytes of which the size of the head is a multiple.
+        align: The size of the head is padded to a multiple of this number of bytes.
         is_complete: Whether all tensors belong to the same state of the session; see
             `SnapshotHeader.is_complete`.
 
@@ -118,11 +118,12 @@ def plan(
 
 
 def create_file(path: Path, planned: SnapshotPlan, *, is_update: bool = False) -> None:
-    """Create the file with its full size and its header. Only its owner can read the file.
+    """Create the file with its full size and its header. Only the operating-system user who owns
+    the file can read it.
 
-    Because the file gets its full size first, a lack of disk space is detected before any data is
-    copied. If the function fails, the file is removed. Unless `is_update` is set, the file must not
-    exist yet.
+    Because the file is created at its full size, a lack of disk space is detected before any data
+    is copied. If the function fails, the file is removed. Unless `is_update` is set, the file must
+    not exist yet.
 
     Raises:
         RequestFailed: The file cannot be created. The code is `storage_full` or `snapshot_storage`.
@@ -183,7 +184,7 @@ def placed(
 def write_bytes(
     path: Path, starts: Sequence[int], rank: int, own: memoryview, part_bytes: int
 ) -> None:
-    """Write a copy of a rank's tensors and wait until it is on disk.
+    """Write a copy of a rank's tensors, and wait until the copy is on disk.
 
     Args:
         path: Path of the snapshot file.
@@ -204,7 +205,7 @@ def write_bytes(
 
 @contextmanager
 def planned_file(path: Path, starts: Sequence[int]) -> Iterator[int]:
-    """Open the file that the front end has created, for writing. Errors are converted to
+    """Open, for writing, the file that the front end has created. Errors are converted to
     `RequestFailed`."""
     try:
         file = path.open("r+b", buffering=0)

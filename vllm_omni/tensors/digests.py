@@ -3,8 +3,8 @@
 
 When a session moves to another server, the two servers compare digests of its tensors. The session
 is checked in device memory, where it is used, in a fraction of the time that SHA-256 takes on the
-host. A digest detects damage and changes. A digest does not protect against deliberate
-manipulation; the operator's key prevents that.
+host. A digest detects damage and changes. Digests do not protect against deliberate manipulation,
+which the operator's key prevents.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return a 64-bit digest of each tensor's elements in logical order, as hexadecimal digits.
 
     A digest is the sum of the tensor's 64-bit words, where each word is multiplied by an odd number
-    that depends on its position. A change of a single word therefore always changes the digest.
+    that depends on its position. A change to a single word therefore always changes the digest.
     """
     factors: dict[tuple[int, torch.device], torch.Tensor] = {}
     sums: dict[torch.device, dict[str, torch.Tensor]] = {}

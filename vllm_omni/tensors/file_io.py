@@ -6,7 +6,7 @@ Strided tensors (frames of a K/V window) are transferred row by row in the same 
 pass through two page-locked staging buffers, each of which can hold several small tensors. While
 one buffer is copied between device and host, several threads write or read the other buffer,
 because a single thread is slower than the device. A file contains the elements of a tensor in
-logical order, regardless of its memory layout. The callers define the file format.
+logical order, regardless of the tensor's memory layout. The callers define the file format.
 """
 
 import os
@@ -38,8 +38,8 @@ def write_at(descriptor: int, positions: Iterable[TensorAt], mapping: Array | No
         descriptor: Descriptor of the open file.
         positions: Offsets in the file, and the tensors to write there.
         mapping: The file mapped into memory. If given, device tensors are written to the mapping.
-            Several threads can then write at the same time, which is not possible with system
-            calls, because they lock the file. All blocks of the mapping must be allocated.
+            Several threads can then write at the same time, which is not possible with write calls,
+            because these lock the file. All blocks of the mapping must be allocated.
 
     Raises:
         OSError: Writing failed.
@@ -94,9 +94,9 @@ def _runs(
 
     Args:
         positions: Offsets and tensors, in the order of the file.
-        turned: List used when reading. For each tensor whose rows are not contiguous, a contiguous
-            buffer is filled instead, and the list receives the tensor with its buffer. None when
-            writing; the buffer is then a copy of the tensor.
+        turned: When reading, a list that receives each tensor whose rows are not contiguous,
+            together with the contiguous buffer that is filled in its place. None when writing; a
+            contiguous copy of such a tensor is then written.
     """
     arrays: list[Array] = []
     start = end = 0
@@ -165,7 +165,7 @@ def _write_staged(
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="snapshot") as threads:
         writing: list[Future[None]] = []
         for number, load in enumerate(_loads(positions, len(buffers[0]))):
-            buffer = buffers[number % 2]  # free: only the other buffer may still be being written
+            buffer = buffers[number % 2]  # free: at most the other buffer is still being written
             for offset, part in load.parts:
                 buffer[offset : offset + len(part)].copy_(part, non_blocking=True)
             _wait_for_device()
@@ -199,8 +199,8 @@ def _read_to_device(descriptor: int, positions: Iterable[TensorAt]) -> None:
     """Read data from the file into tensors in device memory.
 
     A tensor whose rows are not contiguous is read into a contiguous temporary tensor first. To
-    limit memory, temporary tensors are copied to their targets as soon as they are together as
-    large as the staging buffers may be.
+    limit memory use, temporary tensors are copied to their targets as soon as their total size
+    reaches the maximum size of a staging buffer.
     """
     ready: list[TensorAt] = []
     turned: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -261,7 +261,7 @@ def _wait_for_device() -> None:
 
 
 def _loads(positions: Iterable[TensorAt], most: int) -> Iterator[_Load]:
-    """Split tensors into contents of a staging buffer, each of at most `most` bytes.
+    """Split tensors into loads that fit into a staging buffer, each of at most `most` bytes.
 
     A tensor whose rows are not contiguous is made contiguous just before it is transferred.
     """

@@ -29,10 +29,10 @@ DTYPE_NAMES: Final = {
     torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3",
 }
-"""Names in safetensors of the dtypes that tensors of a session may have."""
+"""safetensors names of the dtypes that a session's tensors may have."""
 _TORCH_DTYPES: Final = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 DTYPE_BYTES: Final = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
-"""Element size in bytes, by the dtype's name in safetensors."""
+"""Element size in bytes, by the safetensors name of the dtype."""
 CHANNELS_LAST: Final = {4: torch.channels_last, 5: torch.channels_last_3d}
 """Channels-last memory formats, by number of dimensions. A tensor that was saved in one of these
 formats is restored in the same format."""
@@ -44,14 +44,15 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """Entry of one tensor in the table of a snapshot.
+    """Entry for one tensor in the table of a snapshot.
 
     The defaults exist only because the `__metadata__` entry of the table has none of these fields
-    and is decoded as the same type. `OpenSnapshot` rejects tensors with the defaults.
+    and is decoded as the same type. `OpenSnapshot` rejects tensors whose entries have the default
+    values.
     """
 
     dtype: str = ""
-    """Name of the tensor's dtype in safetensors."""
+    """safetensors name of the tensor's dtype."""
     shape: list[Annotated[int, msgspec.Meta(ge=0)]] = []
     """Shape of the tensor."""
     data_offsets: tuple[int, int] = (-1, -1)
@@ -84,7 +85,9 @@ class SavedTensors:
         self._pending: list[TensorAt] = [] if pending is None else pending
 
     def under(self, prefix: str) -> "SavedTensors":
-        """Return a view of the tensors whose names start with `prefix`, with the prefix removed."""
+        """Return a view of the tensors whose names start with `prefix`. The prefix is removed from
+        their names.
+        """
         whole = self._prefix + prefix
         return SavedTensors(
             self._file,
@@ -188,7 +191,8 @@ class SavedTensors:
 
 
 def read_scalars(scalars: Mapping[str, Any], kind: type[S]) -> S:
-    """Convert the scalars of a rank to the Struct `kind`. Their types are checked strictly.
+    """Convert the scalars of a rank to the Struct `kind`. The types of the scalars are checked
+    strictly.
 
     Raises:
         RequestFailed: A scalar is invalid (code `invalid_snapshot`). The message names the field.

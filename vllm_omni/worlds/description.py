@@ -3,8 +3,8 @@
 
 A checkpoint of any model may have a world description. The config parser passes the description to
 the endpoints (`CONFIG_KEY`). Sizes and model options in the description are the defaults of
-`vllm serve`, and its images are served with the web page. This module does not depend on a model or
-on sockets.
+`vllm serve`, and the images that the description names are served with the web page. This module
+does not depend on a model or on sockets.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class WorldPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A prompt that the web page offers as a button."""
 
     name: Name
-    """Name of the prompt, which is the text of the button."""
+    """Name of the prompt, which is shown as the text of the button."""
     text: Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
     """Text of the prompt."""
 
@@ -39,7 +39,7 @@ class StartImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """A start image and its world pose."""
 
     name: Name
-    """Name of the start image that is shown to users."""
+    """Name of the start image, as shown to users."""
     prompt: Name
     """Name of the prompt that matches the image."""
     file: ImageFile
@@ -93,9 +93,9 @@ class WorldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Description of a world, as stored in `world.json`."""
 
     domain: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9_]{1,64}\Z")]
-    """Identifier of the world for programs."""
+    """Machine-readable identifier of the world."""
     title: Name
-    """Name of the world that is shown to users."""
+    """Name of the world, as shown to users."""
     about: Annotated[str, msgspec.Meta(max_length=1000)]
     """Text that describes what the world contains, and how it responds to images from other
     sources."""
@@ -121,7 +121,7 @@ class WorldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     in degrees. Used only if the model receives the world pose.
     """
     tour: WorldTour | None = None
-    """Prepared walk for demonstrations. Default: the world has none."""
+    """Prepared walk for demonstrations. Default: the world has no prepared walk."""
     model: dict[str, Any] = msgspec.field(default_factory=dict)
     """Defaults of options in `omni.model`, which override the defaults of a preset
     (`model_executor/presets.py`)."""

@@ -2,7 +2,7 @@
 """`manifest.json` of a checkpoint directory: size and SHA-256 of every file.
 
 The worlds of this project have a manifest, and their files are verified before they are served. If
-a file is missing or damaged, the error is one line. Directories without a manifest are not
+a file is missing or damaged, the error message is one line. Directories without a manifest are not
 verified.
 """
 

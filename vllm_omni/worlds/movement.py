@@ -4,7 +4,7 @@ moves cameras uses this module.
 
 A camera first rotates and then moves in the horizontal plane along its new view. In a world with an
 occupancy grid, cameras stop at blocked cells and slide along them. The server, the training data
-and the ground truth for scores use the same functions, so that their poses agree.
+and the ground truth for evaluation use the same functions, so that their poses agree.
 
 A pose is a 4x4 camera-to-world matrix with OpenCV axes (x right, y down, z forward). This module
 needs only torch.
@@ -185,7 +185,7 @@ def _horizontal(direction_N3: torch.Tensor) -> torch.Tensor:
 def _walk(position_N2: torch.Tensor, move_N2: torch.Tensor, grid: OccupancyGrid) -> torch.Tensor:
     """Return the positions x and z at which cameras arrive after a movement.
 
-    A camera that is in a blocked cell may leave the cell in any direction.
+    A camera that starts in a blocked cell may leave the cell in any direction.
     """
     share_S = torch.arange(_SUBSTEPS + 1, dtype=torch.float64) / _SUBSTEPS
     straight_NS = grid.blocked(position_N2[:, None] + share_S[:, None] * move_N2[:, None])
@@ -199,8 +199,8 @@ def _walk(position_N2: torch.Tensor, move_N2: torch.Tensor, grid: OccupancyGrid)
 def _slide(position_N2: torch.Tensor, part_N2: torch.Tensor, grid: OccupancyGrid) -> torch.Tensor:
     """Move cameras in substeps and return their positions.
 
-    In each substep, a camera moves in the free direction that is closest to its own direction. If
-    no direction is free, the camera stays where it is.
+    In each substep, a camera moves in the free direction that is closest to its intended direction.
+    If no direction is free, the camera stays where it is.
     """
     slides = torch.deg2rad(torch.tensor(_SLIDES_DEGREES, dtype=torch.float64))
     cos_K, sin_K = slides.cos(), slides.sin()

@@ -5,8 +5,9 @@ An image is stretched to 40x24 and 20x12 pixels, just as sessions stretch start 
 size, and compared with each start image. Two distances must be small: the root mean square
 difference at 40x24, and the largest mean difference of a 2x2 block at 20x12, both divided by the
 standard deviation of the start image. The limits were chosen with the nine start images of the
-village. Images that must be accepted have JPEG quality 50, half or double size, or one of four
-filters. Images that must be rejected are renders from half a metre away or turned by 5 degrees.
+village. The images that must be accepted are start images after JPEG compression at quality 50,
+resizing to half or double size, or one of four filters. The images that must be rejected are
+renders from half a metre away or rotated by 5 degrees.
 
 | distance | largest of accepted | smallest of rejected | limit |
 |---|---|---|---|

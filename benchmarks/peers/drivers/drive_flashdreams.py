@@ -59,8 +59,8 @@ def use_native_kernels():
 
 
 class TorchWithPlainMin:
-    """Replacement for `torch` in the K/V cache's module, because `torch.sym_min` breaks the graph
-    in 2.11.
+    """Replacement for `torch` in the module of the K/V cache, because `torch.sym_min` causes a
+    graph break in PyTorch 2.11.
     """
 
     sym_min, sym_max = staticmethod(min), staticmethod(max)

@@ -3,7 +3,7 @@
 
 recipe      LingBot World as its own test starts it (eager, VAE in fp32)
 best        with the VAE in bf16 and the fused VAE kernels, which its realtime stage leaves off
-causal_wan  causal Wan 1.3B; SGLang decodes a whole clip, so a chunk gets its share of that
+causal_wan  causal Wan 1.3B; SGLang decodes a whole clip, so the decode time is split over chunks
 """
 
 import json
@@ -34,7 +34,9 @@ encoders.
 
 
 def use_native_layers():
-    """For dry runs, replace CPU kernels by plain torch, because the wheel does not contain them."""
+    """For dry runs, replace CPU kernels with plain torch, because the wheel does not contain
+    them.
+    """
     from sglang.kernels.ops.diffusion.modulate import scale_shift_triton
     from sglang.multimodal_gen.runtime.layers import layernorm
 

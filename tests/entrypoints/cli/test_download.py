@@ -28,7 +28,9 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Names
 
 @pytest.fixture(autouse=True)
 def _light_family(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the family by its name, which is all that the command reads here."""
+    """Replace model families with objects that have only a name, because the command reads nothing
+    else from them in these tests.
+    """
     from vllm_omni.model_executor.models import registry
 
     def named(name: str) -> argparse.Namespace:
@@ -90,8 +92,8 @@ def test_a_licence_must_be_accepted_before_the_first_byte(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """LingBot World v2 has the licence CC BY-NC-SA. The plan says so, and the download requires
-    `--accept-license`.
+    """LingBot World v2 is licensed under CC BY-NC-SA. The plan shows this licence, and the download
+    requires `--accept-license`.
     """
     fetched: list[tuple[str, Path]] = []
     monkeypatch.setattr(
@@ -130,8 +132,8 @@ def test_a_downloaded_release_is_recognised(
     arguments: argparse.Namespace,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A downloaded causal Wan release is recognised by its layout, which finds the checkpoint files
-    and the LoRA.
+    """A downloaded causal Wan release is recognised by its layout, through which the checkpoint
+    files and the LoRA are found.
     """
 
     def fetch(repo: str, *, allow_patterns: list[str], local_dir: Path) -> str:
@@ -169,7 +171,9 @@ def test_without_a_network_the_files_are_listed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Without a network connection, the command still prints the addresses, files and folders."""
+    """Without a network connection, the command still prints which files to download, from which
+    addresses, and into which folders.
+    """
 
     def fetch(repo: str, **options: Any) -> None:
         raise LocalEntryNotFoundError("no connection")
@@ -184,8 +188,8 @@ def test_without_a_network_the_files_are_listed(
 
 
 def test_a_disk_that_is_too_small_is_found_first(tmp_path: Path) -> None:
-    """The free space is checked before the download, and files that already exist count as
-    downloaded.
+    """The free disk space is checked before the download. Files that already exist need no further
+    space.
     """
     with pytest.raises(CommandError, match=r"GB are still missing, but .* GB free"):
         download._check_disk(tmp_path / "new" / "world", 1e9)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni evaluate` runs models through real servers and reports wrong input in one line."""
+"""`vllm-omni evaluate` runs models on real servers and reports invalid input in one line."""
 
 import json
 from pathlib import Path
@@ -92,8 +92,8 @@ MOUSE = ActionSpace(
 
 
 def test_keys_become_the_controls_of_the_model() -> None:
-    """In a world without look keys, turns move the mouse. The letter j may be a different button
-    there, which a turn does not press.
+    """If a model has no look keys, turns become mouse motion. The letter j may be a different
+    button of that model, so a turn does not press it.
     """
     assert entries(CAMERA_SPACE, ["", "w", "j"]) == [[], ["w"], ["j"]]
     assert entries(MOUSE, ["w", "j"]) == [["key_w"], {"axes": {"dx": -10.0}}]
@@ -114,7 +114,9 @@ def evaluate(*arguments: Any) -> dict[str, Any]:
 
 @pytest.mark.nightly
 def test_the_village_is_evaluated(tmp_path: Path) -> None:
-    """The village turns as commanded and shows its first view again after the way back."""
+    """The view of the village turns as commanded and returns to the first view after the way
+    back.
+    """
     out = tmp_path / "run"
     videos = evaluate(out, "--program", "rest", "left_and_back", "walk_and_back", "--turn", 6)[
         "videos"
@@ -142,8 +144,8 @@ def test_the_village_is_evaluated(tmp_path: Path) -> None:
 def test_a_model_without_controls_is_evaluated(
     family: str, options: list[Any], suffix: str, frames: int, tmp_path: Path
 ) -> None:
-    """A model without controls generates two clips of each prompt with different seeds, or two
-    images if it makes both.
+    """To evaluate a model without controls, the command generates two clips for each prompt with
+    different seeds, or two images if the model generates both.
     """
     get_family(family).make_tiny(tmp_path / "model", 0, get_family(family).layouts[0])
     out = tmp_path / "run"
@@ -160,7 +162,9 @@ def test_a_model_without_controls_is_evaluated(
 
 @pytest.mark.nightly
 def test_a_recording_is_evaluated(null_world: Path, make_runner: Any, tmp_path: Path) -> None:
-    """The chunks of a recording run again, with the keys of the recorded requests."""
+    """To evaluate a recording, its chunks are generated again with the keys of the recorded
+    requests.
+    """
     path = record(tmp_path / "walk.recording", make_runner(null_world), "null_world", null_world)
     (video,) = evaluate(tmp_path / "run", "--recordings", path)["videos"]
     assert (video["frames"], video["prompt"], video["seed"]) == (33, "a harbour", 3)

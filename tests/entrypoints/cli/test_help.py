@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni COMMAND --help` prints a description, examples that can be copied, and a text for each
+"""`vllm-omni COMMAND --help` prints a description, examples that can be copied, and help for each
 argument.
 """
 
@@ -22,7 +22,7 @@ OWN = sorted(set(COMMANDS) - {"serve"})
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_command_describes_itself(name: str) -> None:
-    """Every command has a summary, a longer description, and a text for each of its arguments."""
+    """Every command has a summary, a longer description, and help for each of its arguments."""
     parser = COMMANDS[name]
     assert parser.description is not None and len(parser.description) > 60
     assert [action.dest for action in parser._actions if not action.help] == []
@@ -52,7 +52,7 @@ def test_the_examples_of_a_command_parse(name: str) -> None:
 def test_a_command_lists_its_model_names(
     name: str, models: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The help lists the names of the models."""
+    """The help of a command that takes a model name lists the names of the models."""
     with pytest.raises(SystemExit):
         main([name, "--help"])
     shown = set(capsys.readouterr().out.replace(",", " ").split())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm serve OWNER/NAME --omni` resolves a hub id to the snapshot in Hugging Face's cache.
 
-HF_ENDPOINT names a hub on loopback. Every test case runs in its own process, because the hub
+HF_ENDPOINT points to a local hub server. Every test case runs in its own process, because the hub
 library reads HF_ENDPOINT at import.
 """
 
@@ -34,7 +34,7 @@ else:
 
 @pytest.fixture(scope="module")
 def repos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return a speech model, and a repository of another model with large files."""
+    """Return two hub repositories: a speech model, and another model with large files."""
     root = tmp_path_factory.mktemp("repos")
     write_tiny("qwen2_5_omni", root / "omni")
     (root / "other").mkdir()
@@ -98,8 +98,8 @@ def test_an_id_is_fetched_once_and_then_served_from_the_cache(
 def test_a_repository_of_another_model_is_refused_before_its_weights(
     hub: tuple[str, list[str]], tmp_path: Path
 ) -> None:
-    """A repository of another model is refused after its small files, before any weights are
-    downloaded.
+    """A repository of an unsupported model is refused after its small files are downloaded, but
+    before any weights are.
     """
     endpoint, fetched = hub
     before = len(fetched)
@@ -118,7 +118,7 @@ def test_a_repository_of_another_model_is_refused_before_its_weights(
 def test_a_missing_model_is_one_line(
     model: str, complaint: str, hub: tuple[str, list[str]], tmp_path: Path
 ) -> None:
-    """A name that is neither a directory nor a repository gives an error of one line."""
+    """A name that is neither a directory nor a repository gives a one-line error."""
     error = str(plan(model, home=tmp_path, endpoint=hub[0])["error"])
     assert complaint in error and "\n" not in error
 

@@ -120,7 +120,7 @@ def test_bad_input_is_one_line_and_status_2(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """The error line contains the wrong value, the allowed ones, and the remedy."""
+    """The error line contains the wrong value, the allowed values, and the remedy."""
     monkeypatch.chdir(tmp_path)
     assert exit_code(*argv) == 2
     error = capsys.readouterr().err
@@ -150,7 +150,9 @@ def test_verify_fails_when_the_report_does(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    """`verify` exits with the result of its report, whether it is printed as text or as JSON."""
+    """The exit status of `verify` reflects the result of its report, whether the report is printed
+    as text or as JSON.
+    """
     monkeypatch.setattr(parity, "verify", lambda family, golden: FakeReport(ok))
     assert exit_code("verify", "lance", "--golden", str(tmp_path)) == status
     assert capsys.readouterr().out == "a table\n"

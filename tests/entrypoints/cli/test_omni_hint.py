@@ -42,8 +42,8 @@ def test_the_last_line_of_a_failed_start_is_the_hint(world: Path) -> None:
 
 
 def test_a_command_that_needs_no_hint_gets_none(world: Path, tmp_path: Path) -> None:
-    """There is no hint if the flag, the worker or the format is given, or for other commands and
-    hub models.
+    """There is no hint if the user passed the flag, the worker class or the config format, and none
+    for other commands and hub models.
     """
     model = str(world)
     assert missing_omni(["vllm", "serve", model]) is not None

@@ -22,8 +22,8 @@ from vllm_omni.entrypoints.cli import demo, serve
     "real", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["forked", "shell"]
 )
 def test_the_printed_command_serves(real: bool, null_world: Path, tmp_path: Path) -> None:
-    """Plain `vllm serve` with the printed flags and variable serves the endpoint with the model's
-    hello message. OMP_NUM_THREADS applies in the server's engine process.
+    """Plain `vllm serve` with the printed flags and environment variable serves the endpoint, which
+    sends the model's hello message. OMP_NUM_THREADS applies in the server's engine process.
 
     The nightly test runs the printed line in a shell.
     """

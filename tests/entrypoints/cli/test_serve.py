@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve DIR --omni`: which arguments are added or refused, and how long this takes. No server
-runs in these tests.
+"""`vllm serve DIR --omni`: arguments that are added or refused, and the time that the checks take.
+No server runs in these tests.
 """
 
 import json
@@ -24,7 +24,7 @@ from vllm_omni.entrypoints.cli.errors import CommandError
 
 @pytest.fixture
 def world(null_world: Path) -> str:
-    """Return a checkpoint with 4 heads."""
+    """Return a checkpoint of a model with 4 attention heads."""
     return str(null_world)
 
 
@@ -35,8 +35,8 @@ def plan(
 
 
 def test_a_directory_is_enough(world: str) -> None:
-    """For a directory without further flags, the config format, worker and scheduler are added
-    after the user's arguments, and the tokenizer is turned off.
+    """If only a directory is given, the config format, worker and scheduler are added after the
+    user's arguments, and the tokenizer is disabled.
     """
     assert plan(world).argv == [
         *(world, "--port", "0", "--config-format", "omni"),
@@ -46,7 +46,7 @@ def test_a_directory_is_enough(world: str) -> None:
 
 
 def test_arguments_of_the_user_stay(world: str) -> None:
-    """A flag is added only if the user gave neither of its spellings."""
+    """A flag is added only if the user has passed neither of its spellings."""
     planned = plan(
         world,
         "--scheduler_cls=my.Scheduler",
@@ -70,8 +70,8 @@ def test_arguments_of_the_user_stay(world: str) -> None:
 def test_this_plugin_is_added_to_the_others(
     given: str | None, installed: list[str], expected: str
 ) -> None:
-    """Adding this plugin's name does not disable other plugins. An unset variable loads all
-    plugins, so it is set to the names of all installed ones.
+    """Adding this plugin's name to `VLLM_PLUGINS` does not disable other plugins. If the variable
+    is unset, vLLM loads all plugins, so the variable is set to the names of all installed plugins.
     """
     assert serve.plugin_names(given, installed) == expected
 
@@ -97,8 +97,8 @@ def test_data_parallel_ranks_share_one_api_server(world: str, argv: list[str], a
 
 
 def test_the_printed_command_is_one_line_that_vllm_accepts(world: str) -> None:
-    """vLLM's own parser reads the printed command as the same arguments, except for the WebSocket
-    flags.
+    """Parsing the printed command with vLLM's own parser yields the original arguments, except for
+    the WebSocket flags.
     """
     planned = plan(
         world,
@@ -127,8 +127,8 @@ def test_the_printed_command_is_one_line_that_vllm_accepts(world: str) -> None:
 
 
 def test_only_ignored_arguments_are_refused(world: str) -> None:
-    """Defaults of vLLM's parser are not refused. All refused arguments are tested in
-    tests/test_engine_arguments.py.
+    """Arguments are not refused if they have the default value of vLLM's parser.
+    tests/test_engine_arguments.py tests all refused arguments.
     """
     parser = serve.serve_parser()
     empty = parser.parse_args(["serve"])
@@ -185,7 +185,7 @@ def test_only_ignored_arguments_are_refused(world: str) -> None:
     ],
 )
 def test_impossible_arguments_are_refused(world: str, argv: list[str], complaint: str) -> None:
-    """The error is one line with the wrong value, the allowed ones and the remedy."""
+    """The error is one line with the wrong value, the allowed values and the remedy."""
     with pytest.raises(CommandError, match=complaint) as refused:
         plan(world, *argv)
     assert "\n" not in str(refused.value)
@@ -236,8 +236,8 @@ def test_json_and_dotted_keys_together_are_one_configuration(
 
 
 def test_on_a_cpu_the_share_of_memory_is_set(world: str) -> None:
-    """On a CPU, the share of memory is set unless the user set it. Without a share, vLLM's CPU
-    worker requires most of the memory to be free.
+    """On a CPU, the memory limit is set unless the user set it or the share of memory. Without
+    either, vLLM's CPU worker would require most of the memory to be free.
     """
     argv = [world, "--port", "0"]
     planned = serve.plan(argv, {}, [], on_cpu=True)
@@ -270,8 +270,8 @@ def test_on_a_cpu_the_share_of_memory_is_set(world: str) -> None:
 def test_a_missing_part_is_named_before_anything_loads(
     tmp_path: Path, layout: str, part: str, complaint: str
 ) -> None:
-    """A missing component is named in one line. Weights may be missing with `--load-format
-    dummy`.
+    """A missing component is named in a one-line error. With `--load-format dummy`, weights may be
+    missing.
     """
     world = tmp_path / "world"
     write_tiny("lingbot_world", world, layout=layout)
@@ -284,8 +284,8 @@ def test_a_missing_part_is_named_before_anything_loads(
 
 
 def test_a_missing_tensor_is_named_before_anything_loads(tmp_path: Path) -> None:
-    """Tensor names and shapes are read from the file headers, so a missing tensor is named before
-    anything is loaded.
+    """A missing tensor is reported before anything is loaded, because tensor names and shapes are
+    read from the file headers.
     """
     from safetensors.torch import load_file, save_file
 
@@ -312,8 +312,8 @@ def test_a_directory_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 def test_a_busy_port_is_found_before_anything_loads(world: str) -> None:
-    """The check binds the port on the given host, so a port in use is reported before anything is
-    loaded.
+    """A port in use is reported before anything is loaded, because the check binds the port on the
+    given host.
     """
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
@@ -327,7 +327,7 @@ def test_stock_vllm_calls_this_package_and_a_bad_directory_ends_within_10_s(tmp_
     """vLLM's own hook calls this package for `vllm serve DIR --omni`. For a bad directory, the exit
     status is 2 with one line on stderr.
 
-    The limit applies to CPU time, because other processes may be using the machine.
+    The time limit applies to CPU time, because other processes may be using the machine.
     """
     vllm = Path(sys.executable).with_name("vllm")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -350,8 +350,8 @@ def test_stock_vllm_calls_this_package_and_a_bad_directory_ends_within_10_s(tmp_
 
 
 def test_the_checks_import_neither_vllm_nor_networks(null_world: Path, lingbot_world: Path) -> None:
-    """The checks do not import vLLM, transformers or diffusers, which take seconds each, so a
-    refusal is immediate.
+    """The checks import neither vLLM, transformers nor diffusers, each of which takes seconds to
+    import, so a refusal is immediate.
     """
     code = (
         "import sys, json\n"
@@ -375,7 +375,7 @@ def test_the_checks_import_neither_vllm_nor_networks(null_world: Path, lingbot_w
     "given", [("--api-key", "sesame", "street"), ("--api-key=sesame",), ("--api_key", "sesame")]
 )
 def test_the_printed_command_holds_no_key(world: str, given: tuple[str, ...]) -> None:
-    """The server gets the keys, whereas the printed command shows KEY in their place."""
+    """The server receives the API keys, but the printed command shows KEY in their place."""
     planned = plan(world, *given)
     assert "sesame" in " ".join(planned.argv)
     assert "sesame" not in planned.plain_command
@@ -395,7 +395,9 @@ def test_the_printed_command_holds_no_key(world: str, given: tuple[str, ...]) ->
 def test_the_address_of_the_page_is_planned(
     world: str, given: tuple[str, ...], page: str | None
 ) -> None:
-    """The address of the web page is printed before the engine starts, which takes a minute."""
+    """The address of the web page is printed before the engine is started, because starting the
+    engine takes a minute.
+    """
     assert plan(world, *given).page == page
 
 
@@ -410,8 +412,8 @@ def test_the_address_of_the_page_is_planned(
 def test_an_exit_does_not_wait_long_for_a_collector_that_is_down(
     environ: dict[str, str], timeout: str | None, world: str
 ) -> None:
-    """If the collector is down, each remaining batch of spans delays the exit by at most two
-    seconds, unless the operator sets another time.
+    """If the trace collector is down, each remaining batch of spans delays the exit by at most two
+    seconds, unless the operator has set another timeout.
     """
     planned = plan(world, "--otlp-traces-endpoint", "http://localhost:1", environ=environ)
     assert planned.environ.get("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT") == timeout

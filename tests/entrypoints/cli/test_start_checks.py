@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requirements of a start are checked before anything is loaded, and each error is one line
-with the remedy.
+"""The requirements for starting a server are checked before anything is loaded, and each error is
+one line with the remedy.
 """
 
 import importlib.util
@@ -28,7 +28,9 @@ def check(
 
 
 def test_a_complete_start_is_not_refused(tmp_path: Path) -> None:
-    """A complete start is accepted, because the server creates missing directories itself."""
+    """A configuration that meets all requirements is accepted. Missing directories are no error,
+    because the server creates them itself.
+    """
     missing = tmp_path / "a" / "b"
     check(
         {"uds": "omni.sock", "distributed-executor-backend": "mp", "load-format": "auto"},
@@ -42,7 +44,8 @@ def test_a_long_temporary_directory_is_refused(
     null_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's socket files are in the temporary directory, and their paths may be at most 107 bytes
-    long. The error names the variable that moves the socket files.
+    long. The error names the environment variable that selects another directory for the socket
+    files.
     """
     monkeypatch.setattr(tempfile, "tempdir", "/" + "t" * 70)
     with pytest.raises(
@@ -54,8 +57,8 @@ def test_a_long_temporary_directory_is_refused(
 
 
 def test_the_longest_allowed_directory_holds_a_socket_of_vllm() -> None:
-    """The longest allowed directory has 70 bytes, because vLLM's file name has 37 and the system
-    limits the whole path.
+    """The longest allowed directory path has 70 bytes, because vLLM appends 37 bytes (a slash and a
+    UUID) and the system limits the length of the whole path.
     """
     from vllm.utils.network_utils import get_open_zmq_ipc_path
 
@@ -72,15 +75,15 @@ def test_the_longest_allowed_directory_holds_a_socket_of_vllm() -> None:
 
 @pytest.mark.parametrize("directory", ["/nowhere/at/all", "/etc/hostname"])
 def test_a_missing_socket_directory_is_refused(directory: str) -> None:
-    """A missing socket directory can only come from vLLM's variable, because Python ignores a
-    TMPDIR that does not exist.
+    """A missing socket directory is refused. It can only result from vLLM's environment variable,
+    because Python ignores a TMPDIR that does not exist.
     """
     with pytest.raises(CommandError, match=rf"VLLM_RPC_BASE_PATH {directory} is not a directory"):
         check(environ={"VLLM_RPC_BASE_PATH": directory})
 
 
 def test_an_impossible_socket_file_is_refused(tmp_path: Path) -> None:
-    """The path of `--uds` must be short, unused, and in an existing directory."""
+    """The path given to `--uds` must be short, unused, and in an existing directory."""
     with pytest.raises(CommandError, match="at most 107: pass a shorter one"):
         check({"uds": "/tmp/" + "u" * 103})
     with pytest.raises(CommandError, match=r"nowhere is not a directory; create it"):
@@ -96,7 +99,9 @@ def test_an_impossible_socket_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["snapshot_dir", "record_dir", "drain_snapshot_dir"])
 def test_a_directory_below_a_file_is_refused(name: str, tmp_path: Path) -> None:
-    """A directory below a file is refused, because it cannot be created."""
+    """A directory path that passes through a regular file is refused, because the directory cannot
+    be created.
+    """
     (tmp_path / "file").touch()
     with pytest.raises(
         CommandError, match=rf"^omni.{name} .*file is not a directory; name another$"
@@ -108,7 +113,7 @@ def test_a_directory_below_a_file_is_refused(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flag", ["ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "log-config-file"])
 def test_a_missing_file_is_named(flag: str) -> None:
-    """The error for a missing file names the flag."""
+    """The error for a missing file names the flag that refers to the file."""
     with pytest.raises(
         CommandError, match=rf"^--{flag} /nowhere.pem does not exist or cannot be read$"
     ):
@@ -139,8 +144,8 @@ def test_a_missing_optional_package_is_named(
 def test_load_formats_that_the_diffusion_worker_refuses_need_no_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A load format that the worker refuses does not ask for a package, because it would still be
-    refused with that package installed.
+    """For a load format that the diffusion worker refuses, the check does not require the format's
+    package, because installing that package would not help.
     """
     requested: list[str] = []
     monkeypatch.setattr(importlib.util, "find_spec", requested.append)

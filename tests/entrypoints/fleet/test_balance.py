@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`plan_moves` decides how sessions are spread over servers."""
+"""`plan_moves` decides which sessions to move between servers."""
 
 from collections import Counter
 
@@ -9,8 +9,8 @@ from vllm_omni.entrypoints.fleet.balance import MovableSession, ServerLoad, plan
 
 
 def load(name: str, num_sessions: int, max_sessions: int = 8, playing: int = 0) -> ServerLoad:
-    """Return the load of a server whose first `playing` sessions play. The remaining sessions are
-    idle, and the last one has been idle the longest.
+    """Return the load of a server whose first `playing` sessions are playing. The remaining
+    sessions are idle, and the last session has been idle the longest.
     """
     sessions = (
         MovableSession(f"{name}{i}", "anonymous", 0.1 if i < playing else 60.0 + i)
@@ -23,7 +23,7 @@ def load(name: str, num_sessions: int, max_sessions: int = 8, playing: int = 0) 
     ("before", "to_empty", "fill", "after"),
     [
         ((6, 0, 0), (), 0.0, (2, 2, 2)),  # evenly spread
-        ((3, 2, 2), (), 0.0, (3, 2, 2)),  # a difference of one stays
+        ((3, 2, 2), (), 0.0, (3, 2, 2)),  # a difference of one remains
         ((4, 2, 0), ("a",), 0.0, (0, 3, 3)),  # a server is emptied
         ((4, 3, 1), (), 1.0, (8, 0, 0)),  # all fit on one server
         ((7, 1, 4), (), 0.5, (4, 4, 4)),  # three servers, each half full
@@ -36,7 +36,9 @@ def load(name: str, num_sessions: int, max_sessions: int = 8, playing: int = 0) 
 def test_sessions_are_spread(
     before: tuple[int, ...], to_empty: tuple[str, ...], fill: float, after: tuple[int, ...]
 ) -> None:
-    """All planned moves together give the expected numbers, and a new plan is then empty."""
+    """All planned moves together result in the expected number of sessions per server. A plan
+    computed after these moves is empty.
+    """
     names = "abc"
     servers = [load(name, number) for name, number in zip(names, before, strict=True)]
     counts = Counter(dict(zip(names, before, strict=True)))
@@ -62,17 +64,17 @@ def test_large_servers_take_more() -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (((6, 6), (6, 0), (6, 3)), ((6, 3), (6, 3), (6, 3))),  # same number, but all of them play
+        (((6, 6), (6, 0), (6, 3)), ((6, 3), (6, 3), (6, 3))),  # equal totals, unequal playing
         (((6, 2), (3, 2), (0, 0)), ((3, 2), (3, 1), (3, 1))),  # idle sessions move too
-        (((3, 3), (3, 2), (3, 2)), ((3, 3), (3, 2), (3, 2))),  # a difference of one stays
+        (((3, 3), (3, 2), (3, 2)), ((3, 3), (3, 2), (3, 2))),  # a difference of one remains
         (((8, 0), (8, 8)), ((8, 0), (8, 8))),  # no room
     ],
 )
 def test_sessions_that_play_are_evened_out_first(
     before: tuple[tuple[int, int], ...], after: tuple[tuple[int, int], ...]
 ) -> None:
-    """Servers are first balanced by the number of sessions that play. Each pair is (sessions,
-    playing sessions) of a server, after rounds of one move each.
+    """Servers are first balanced by the number of playing sessions. Each pair is (sessions, playing
+    sessions) of a server, before and after rounds of one move each.
     """
     servers = {
         name: load(name, number, 8, playing)

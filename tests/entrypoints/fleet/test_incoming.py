@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sessions become live after arriving from another server. The engine is a fake."""
+"""Sessions that arrive from another server: which of their versions become live. The engine is a
+fake.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -34,7 +36,7 @@ MOVE = "move-1"
 
 
 def write_snapshot(path: Path, chunk_index: int, *, is_complete: bool) -> None:
-    """Write a session file without tensors, or replace it by a later version."""
+    """Write a session file without tensors, or replace it with a later version."""
     scalars = {"prompt": "a village", "seed": 3}
     described = RankDescription(
         model=ModelIdentity(family="null_world", config="0", parallel=ParallelLayout(1, 1)),
@@ -50,15 +52,15 @@ def write_snapshot(path: Path, chunk_index: int, *, is_complete: bool) -> None:
 
 
 async def read(self: OmniEngine, session_id: str, path: Path) -> tuple[SnapshotHeader, Any]:
-    """Simulate the workers, which read the tensors."""
+    """Simulate the workers, which would read the tensors."""
     header = read_header(path)
     return header, header.ranks[0].scalars
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """Return a function that runs a test with the incoming sessions and the manager of live
-    sessions.
+    """Return a function that runs a test and passes it the incoming sessions and the manager of
+    live sessions.
     """
     for name in ("restore_session", "update_session"):
         monkeypatch.setattr(OmniEngine, name, read)
@@ -78,8 +80,8 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
 
 
 def test_only_a_complete_version_becomes_live(run: Callable[..., None], tmp_path: Path) -> None:
-    """A version written while the session played does not become live, because it may mix two
-    chunks.
+    """A version of a session that was written while the session played does not become live,
+    because it may mix the state of two chunks.
     """
     path = tmp_path / "shared.safetensors"
 
@@ -103,8 +105,8 @@ def test_only_a_complete_version_becomes_live(run: Callable[..., None], tmp_path
 def test_a_version_that_is_not_complete_after_one_that_is(
     run: Callable[..., None], tmp_path: Path
 ) -> None:
-    """If the last version is incomplete, the move is refused, even if an earlier version was
-    complete. Ending the move frees the session.
+    """If the last version of a session is incomplete, the move is refused, even if an earlier
+    version was complete. Ending the move frees the session.
     """
     path = tmp_path / "shared.safetensors"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server concludes from another server's replies, tested on real sockets."""
+"""What a server concludes from another server's replies, tested with real sockets."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -43,7 +43,9 @@ OTHER_404 = reply(404, {"detail": "Not Found"})
 
 
 def ask(handlers: dict[str, Handler], call: Callable[[Peer], Awaitable[object]]) -> object:
-    """Call a server that has one handler per HTTP method. Without handlers, no server listens."""
+    """Run `call` against a server that has one handler per HTTP method. Without handlers, no server
+    listens.
+    """
 
     async def main() -> object:
         async def dispatch(request: web.Request) -> web.StreamResponse:
@@ -72,14 +74,14 @@ def ask(handlers: dict[str, Handler], call: Callable[[Peer], Awaitable[object]])
     ("handlers", "result"),
     [
         ({"POST": reply(200, {"state": "committed"})}, MoveResult.MOVED),
-        # The reply was lost, and a second request finds out what happened.
+        # The first reply was lost, but the reply to a second request gives the outcome.
         ({"POST": cut, "DELETE": reply(200, {"state": "committed"})}, MoveResult.MOVED),
         ({"POST": cut, "DELETE": reply(200, {"state": "aborted"})}, MoveResult.STAYED),
         ({"POST": hang, "DELETE": reply(200, {"state": "committed"})}, MoveResult.MOVED),
         # The server refused the request or was restarted.
         ({"POST": reply(404, {}), "DELETE": UNKNOWN}, MoveResult.STAYED),
         ({}, MoveResult.STAYED),  # the server's process has ended
-        # No reply tells the outcome, so it is unknown.
+        # No reply gives the outcome, so it is unknown.
         ({"POST": cut, "DELETE": cut}, MoveResult.UNKNOWN),
         ({"POST": hang, "DELETE": hang}, MoveResult.UNKNOWN),
         ({"POST": cut, "DELETE": OTHER_404}, MoveResult.UNKNOWN),

@@ -2,8 +2,8 @@
 """Servers for the tests of the OpenAI routes: one for single images and videos, and one for a
 world.
 
-Each server ends with its test module, because a worker that gets statistics requests more than once
-per second never stops polling its queue.
+Each server is stopped after its test module, because a worker that receives more than one
+statistics request per second never stops polling its queue.
 """
 
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ from vllm_omni.model_executor.models.registry import get_family
 
 @pytest.fixture(scope="module")
 def image_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Start a server for single images and videos. The server runs one video job at a time and lets
-    two wait.
+    """Start a server for single images and videos. The server runs one video job at a time and
+    queues up to two more.
     """
     model = tmp_path_factory.mktemp("null_image")
     get_family("null_image").make_tiny(model, 0, "original")
@@ -35,7 +35,7 @@ def image_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def world_server(null_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Start a server of a world with two API server processes."""
+    """Start a world model server with two API server processes."""
     yield from serve(
         null_world,
         tmp_path_factory.mktemp("world_server") / "server.log",

@@ -16,7 +16,9 @@ from vllm_omni.entrypoints.openai import adapter_route
 
 @pytest.mark.parametrize(("is_dead", "status"), [(False, 400), (True, 500)])
 def test_an_adapter_that_cannot_be_loaded_is_a_client_error(is_dead: bool, status: int) -> None:
-    """An adapter that cannot be loaded gives 400 with vLLM's text, or 500 if the engine is dead."""
+    """A request to load an adapter that cannot be loaded gets 400 with vLLM's error text, or 500 if
+    the engine is dead.
+    """
     app = FastAPI()
     app.state.engine_client = SimpleNamespace(errored=is_dead)
 
@@ -34,7 +36,7 @@ def test_an_adapter_that_cannot_be_loaded_is_a_client_error(is_dead: bool, statu
     app.add_api_route(adapter_route.PATH, stock, methods=["POST"])
     app.routes[-1].endpoint = called  # type: ignore[attr-defined]
     adapter_route.AdapterRoute().add_routes(app)
-    # vLLM also inserts the routes of endpoint plugins first.
+    # vLLM also inserts the routes of endpoint plugins before its own.
     app.router.routes.insert(0, app.router.routes.pop())
     reply = TestClient(app).post(adapter_route.PATH, json={"lora_name": "ink", "lora_path": "/ink"})
     assert reply.status_code == status == reply.json()["error"]["code"]

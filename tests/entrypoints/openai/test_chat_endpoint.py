@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance at `vllm serve --omni`, started as a user starts it: a chat completion and an image."""
+"""Lance served with `vllm serve --omni`, started as a user would: a chat completion and an
+image.
+"""
 
 import base64
 import io
@@ -18,8 +20,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def test_lance_describes_and_generates_an_image(server: Served) -> None:
-    """A greedy response is the same whether it is streamed or not. Text-only requests work, and the
-    generated image has the requested size.
+    """A greedily decoded response is the same whether or not it is streamed. Text-only requests
+    work, and a generated image has the requested size.
     """
     whole = send(server, IMAGE, temperature=0).choices[0]
     assert whole.message.content and whole.finish_reason in ("stop", "length")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of a chat completion request, and the conversation in its messages."""
+"""Parsing of a chat completion request: its fields, and the conversation in its messages."""
 
 from typing import Any
 
@@ -22,8 +22,8 @@ def read(*messages: Any, **fields: Any) -> ChatRequest:
 
 
 def test_turns_stay_in_order_and_the_image_in_its_turn() -> None:
-    """System texts are joined, an empty response is not a turn, and the last user message is the
-    question.
+    """Turns stay in order, each with its images. System texts are joined, an empty assistant
+    message is not a turn, and the last user message is the question.
     """
     talk = read_conversation(
         read(

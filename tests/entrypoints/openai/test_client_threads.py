@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ClientThreads` chooses the client whose file is decoded next, and cancels the work of a client
-that disconnects. No file is decoded in these tests.
+"""`ClientThreads` chooses which client's file is decoded next, and cancels the work of a client
+that disconnects. These tests decode no files.
 """
 
 import asyncio
@@ -58,9 +58,7 @@ def run(test: Callable[[ClientThreads], Coroutine[Any, Any, None]]) -> None:
 
 
 def test_one_client_s_clips_leave_a_thread_for_another() -> None:
-    """Only one clip of each client is decoded at a time, which leaves a thread for other
-    clients.
-    """
+    """Only one clip per client is decoded at a time, so that a thread is left for other clients."""
 
     async def test(threads: ClientThreads) -> None:
         greedy, other = Client("a"), Client("b")
@@ -98,7 +96,7 @@ def test_a_client_that_leaves_stops_its_work() -> None:
 
 
 def test_a_client_with_too_many_files_is_refused() -> None:
-    """A client gets 429 when 17 of its clips are being decoded or waiting. Clips of other clients
+    """A client gets 429 once 17 of its clips are being decoded or waiting. Clips of other clients
     are still accepted.
     """
 

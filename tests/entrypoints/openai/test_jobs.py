@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Video jobs with an instant engine: chunks of a world, waiting for capacity, cancellation,
-failures, limits.
+"""Video jobs with an engine that responds instantly: chunks of a world model, waiting for capacity,
+cancellation, failures, and limits.
 """
 
 import asyncio
@@ -83,8 +83,9 @@ async def end_of(jobs: VideoJobs, job_id: str) -> JobRecord:
 
 
 def test_a_world_is_requested_chunk_after_chunk_in_one_session(tmp_path: Path) -> None:
-    """The first chunk request contains prompt, seed, size and image. Every request contains its
-    keys, or idle entries once the script has ended. The session is closed at the end.
+    """The chunks of a world model's video are requested one after another in one session. The first
+    request contains prompt, seed, size and image. Every request contains its keys, or idle entries
+    once the script has ended. The session is closed at the end.
     """
     engine = InstantEngine()
 
@@ -115,8 +116,8 @@ def test_a_world_is_requested_chunk_after_chunk_in_one_session(tmp_path: Path) -
 
 
 def test_only_the_first_chunk_has_the_start_pose(tmp_path: Path) -> None:
-    """Only the first chunk gets the start pose, whereas every chunk gets the other options of the
-    model.
+    """Only the first chunk request contains the start pose, whereas every request contains the
+    other model options.
     """
     engine = InstantEngine()
     start = {"x_m": 1.0, "z_m": 2.0, "heading_degrees": 90.0}
@@ -136,8 +137,8 @@ def test_only_the_first_chunk_has_the_start_pose(tmp_path: Path) -> None:
 
 
 def test_a_video_of_a_known_pose_reports_the_world_poses(tmp_path: Path) -> None:
-    """A video reports one world pose for each latent frame, or none if the pose of the world's
-    camera is unknown.
+    """A video reports one world pose per latent frame, or none if the camera's pose in the world is
+    unknown.
     """
 
     class PosedEngine(InstantEngine):
@@ -179,7 +180,9 @@ def test_a_timed_prompt_acts_from_its_chunk(tmp_path: Path) -> None:
 
 
 def test_a_single_video_is_one_request(tmp_path: Path) -> None:
-    """A single video is requested with one one-shot request, which contains all fields."""
+    """A video of a model without sessions is requested with a single one-shot request that contains
+    all fields.
+    """
     engine = InstantEngine()
 
     async def work(jobs: VideoJobs) -> None:
@@ -193,7 +196,9 @@ def test_a_single_video_is_one_request(tmp_path: Path) -> None:
 
 
 def test_a_job_waits_for_a_full_engine(tmp_path: Path) -> None:
-    """A job continues after the engine has refused it twice with `capacity`."""
+    """A job waits for a full engine: it continues after the engine has refused it twice with
+    `capacity`.
+    """
     engine = InstantEngine()
     engine.failures = [RequestFailed("capacity", "full"), RequestFailed("capacity", "full")]
 
@@ -206,7 +211,7 @@ def test_a_job_waits_for_a_full_engine(tmp_path: Path) -> None:
 
 
 def test_a_job_that_finds_no_room_in_time_fails(tmp_path: Path) -> None:
-    """A job that gets no capacity in time fails with the code `capacity`."""
+    """A job that does not get capacity in time fails with the code `capacity`."""
     engine = InstantEngine()
     engine.failures = [RequestFailed("capacity", "full")] * 100
 
@@ -246,8 +251,8 @@ def test_a_failure_in_a_later_chunk_closes_the_session_and_leaves_no_file(tmp_pa
 def test_ending_a_job_cancels_its_request(
     tmp_path: Path, ending: Any, from_elsewhere: bool
 ) -> None:
-    """Ending a job cancels its request immediately in this process, and through the store if the
-    job runs in another process.
+    """Ending a job cancels its engine request: immediately if the job runs in this process, and
+    through the store if it runs in another process.
     """
     engine = InstantEngine()
 
@@ -271,8 +276,8 @@ def test_ending_a_job_cancels_its_request(
 
 
 def test_a_waiting_job_that_is_deleted_never_reaches_the_engine(tmp_path: Path) -> None:
-    """A waiting job that is deleted never reaches the engine, even if it is deleted directly after
-    it was accepted.
+    """A waiting job that is deleted never reaches the engine, even if it is deleted right after it
+    was accepted.
     """
     engine = InstantEngine()
 
@@ -289,8 +294,8 @@ def test_a_waiting_job_that_is_deleted_never_reaches_the_engine(tmp_path: Path) 
 
 
 def test_jobs_are_bounded(tmp_path: Path) -> None:
-    """`max_running_videos` jobs run and `max_queued_videos` wait. The next job gets 429 until one
-    has ended.
+    """At most `max_running_videos` jobs run and `max_queued_videos` jobs wait. Further jobs get 429
+    until a job has ended.
     """
     engine = InstantEngine()
 
@@ -312,8 +317,8 @@ def test_jobs_are_bounded(tmp_path: Path) -> None:
 
 
 def test_progress_never_falls_and_ends_at_100_with_the_file(tmp_path: Path) -> None:
-    """Progress counts the steps that the workers report within each of two chunks of ten steps.
-    Progress never falls and is 100 once the file exists.
+    """Progress counts the denoise steps that the workers report, for two chunks of ten steps each.
+    Progress never decreases and is 100 once the file exists.
     """
     engine = InstantEngine()
 

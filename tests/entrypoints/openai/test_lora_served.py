@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters on a real server: vLLM's flags and routes, and adapters per chunk through the
-endpoints.
+"""LoRA adapters on a real server: vLLM's flags and routes, and adapters selected per chunk through
+the endpoints.
 """
 
 import json
@@ -70,10 +70,10 @@ def post(server: Served, path: str, body: dict[str, Any]) -> tuple[int, str]:
 def chunks(
     server: Served, count: int, events: dict[int, Any] | None = None, **fields: Any
 ) -> list[np.ndarray]:
-    """Return the frames of a stream from text.
+    """Return the frames of a stream that is generated from text.
 
     Args:
-        events: Adapters to send, by the number of chunks received before.
+        events: Adapters to send, by the number of chunks received before they are sent.
     """
     seen = []
     with GenerateClient(
@@ -95,7 +95,7 @@ def test_adapters_through_the_endpoints_and_vllm_s_routes(
     server: Served, adapters: dict[str, Path]
 ) -> None:
     """Adapters are listed, selected at the start of a stream or during it, and loaded while the
-    server runs. A file of another model has no effect.
+    server runs. Loading an adapter file of another model fails without any effect.
     """
     assert [model.id for model in server.client.models.list()] == ["null", "ink"]
     plain = chunks(server, 3)
@@ -119,8 +119,8 @@ def test_adapters_through_the_endpoints_and_vllm_s_routes(
 
 
 def test_a_video_with_adapters(server: Served) -> None:
-    """A client of the OpenAI route selects adapters in a form. An unknown adapter name fails only
-    the job that uses it.
+    """A client of the OpenAI route selects adapters in a form field. An unknown adapter name fails
+    only the job that uses it.
     """
 
     def made(**fields: Any) -> Any:

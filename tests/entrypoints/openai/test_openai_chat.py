@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance (tiny) at `vllm serve --omni`, used with the `openai` client: images, edits, videos, chat
-completions.
+"""A tiny Lance served with `vllm serve --omni` and used with the `openai` client: images, edits,
+videos, and chat completions.
 """
 
 import base64
@@ -46,8 +46,8 @@ def serve_lance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def never_end_a_response(decoder: Path) -> None:
-    """Set the logit of the end token to 0, below many others at each position, so another token is
-    always the most likely one.
+    """Set the logit of the end token to 0, which is below many other logits at each position, so
+    that the end token is never the most likely token.
     """
     end_token = json.loads((decoder / "generation_config.json").read_text())["eos_token_id"]
     weights = load_file(decoder / "model.safetensors")
@@ -83,9 +83,9 @@ IMAGE = {"type": "image_url", "image_url": {"url": data_url(png(), "image/png")}
 VIDEO = {"type": "video_url", "video_url": {"url": data_url(mp4(), "video/mp4")}}
 SMALL_INPUT = {"extra_params": {"resolution": "image_256res"}}
 LONG: dict[str, Any] = {"max_tokens": 40_000, "temperature": 0}
-"""A greedy response never ends because of `never_end_a_response`, whereas a sampled one may end at
-any time. Generating 40,000 tokens takes 90 s on two cores, which is longer than the timeout of
-`wait_until` and longer than a client may wait for a slot while other work runs (10 s measured).
+"""A greedily decoded response never ends, because of `never_end_a_response`. A sampled response may
+end at any time. Generating 40,000 tokens takes 90 s on two cores, which is longer than the timeout
+of `wait_until` and longer than a client may wait for a slot while other work runs (10 s measured).
 """
 
 
@@ -115,8 +115,8 @@ def test_an_image_is_generated_and_edited(server: Served) -> None:
 def test_a_photograph_of_any_shape_is_edited(
     server: Served, width: int, height: int, size: tuple[int, int]
 ) -> None:
-    """The edited photograph has the size of the nearest bucket, which is about 256x256 pixels
-    here.
+    """An edited photograph has the size of the nearest bucket, which is about 256x256 pixels in
+    this test.
     """
     edited = server.client.images.edit(
         model="null",
@@ -138,8 +138,8 @@ def finished(server: Served, **fields: Any) -> Any:
 
 @pytest.mark.parametrize("as_url", [False, True])
 def test_a_video_is_edited(server: Served, as_url: bool) -> None:
-    """The clip in `input_reference`, a file or a data: URL, determines the size and length of the
-    result.
+    """The clip in `input_reference` (a file or a data: URL) determines the size and length of the
+    edited video.
     """
     extra = {"num_inference_steps": 2, "extra_params": {"resolution": "video_192p"}}
     if as_url:
@@ -206,8 +206,8 @@ TALK = [
 
 
 def test_a_conversation_has_all_its_turns(server: Served) -> None:
-    """Conversations without images are accepted, and the model gets each earlier turn with its
-    image.
+    """The model receives every earlier turn of a conversation with its image. Conversations without
+    images are accepted.
     """
     hello = send(server, None, messages=HELLO)
     assert hello.choices[0].message.content
@@ -233,8 +233,8 @@ TOOL = {
 
 
 def test_a_client_that_leaves_a_whole_response_frees_the_engine(server: Served) -> None:
-    """A client that disconnects frees the engine even if its response is not streamed, because the
-    server checks for disconnects.
+    """When a client disconnects, its engine request is aborted even if the response is not
+    streamed, because the server checks for disconnects.
     """
     assert (
         send(server, IMAGE, **{**LONG, "max_tokens": 4000}).choices[0].finish_reason == "length"

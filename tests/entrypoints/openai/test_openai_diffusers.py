@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny Qwen-Image at `vllm serve DIR --omni` returns images over HTTP that are bit-identical to
+"""A tiny Qwen-Image served with `vllm serve DIR --omni` returns images that are bit-identical to
 those of diffusers.
 """
 
@@ -62,8 +62,8 @@ def test_images_over_http_equal_diffusers(server: Served, qwen_image: Path) -> N
 
 
 def test_the_pipelines_own_options_and_refusals_reach_the_client(server: Served) -> None:
-    """`extra_params` are the pipeline's own options. Unknown options and impossible sizes get 400
-    with the reason.
+    """`extra_params` contains the pipeline's own options. Unknown options and impossible sizes get
+    400 with the reason.
     """
     suffixed = server.client.images.generate(
         prompt="a red fox",

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies, field checks, errors, images and masks of the OpenAI routes, tested without a server."""
+"""Request bodies, field checks, errors, images and masks of the OpenAI routes, tested without a
+server.
+"""
 
 import asyncio
 import base64
@@ -42,7 +44,7 @@ LIMITS = EndpointLimits(max_image_pixels=100 * 100)
 def body_of(
     data: bytes, content_type: str = "application/json", max_bytes: int = 10_000, parts: int = 1
 ) -> ParsedBody:
-    """Read a body that arrives in several pieces."""
+    """Read a request body that arrives in several pieces."""
     step = -(-len(data) // parts) if data else 1
     items = [data[start : start + step] for start in range(0, len(data), step)] or [b""]
 
@@ -60,7 +62,7 @@ def body_of(
 
 
 def form(*parts: tuple[str, str | bytes]) -> tuple[bytes, str]:
-    """Return a multipart body and its content type. Values of type bytes are files."""
+    """Return a multipart body and its content type. Values of type bytes are sent as files."""
     lines = b""
     for name, value in parts:
         kind = '; filename="f.png"\r\nContent-Type: image/png' if isinstance(value, bytes) else ""
@@ -83,7 +85,9 @@ def encoded(image: Image.Image, file_format: str = "PNG", **options: Any) -> byt
 
 
 def test_a_form_gives_fields_and_files_in_order() -> None:
-    """In a form, `image[]` means `image`, and fields with brackets or JSON become objects."""
+    """In a form, `image[]` is equivalent to `image`, and fields that contain brackets or JSON
+    become objects.
+    """
     body = body_of(
         *form(
             ("prompt", "a cat"),
@@ -126,7 +130,7 @@ def test_the_body_limit_does_not_depend_on_the_declared_length() -> None:
     ],
 )
 def test_invalid_bodies_are_refused(data: bytes, content_type: str, code: str) -> None:
-    """Every invalid body gets a fixed text and a code."""
+    """Every invalid body gets a fixed error text and code."""
     with pytest.raises(ApiError) as refused:
         body_of(data, content_type)
     assert refused.value.code == code and refused.value.status in (400, 415)
@@ -138,7 +142,7 @@ def test_invalid_bodies_are_refused(data: bytes, content_type: str, code: str) -
     st.sampled_from(["application/json", "multipart/form-data; boundary=B"]),
 )
 def test_any_bytes_are_a_body_or_an_api_error(data: bytes, content_type: str) -> None:
-    """Reading any bytes as a body raises only `ApiError`."""
+    """Any bytes are either read as a body or refused with an `ApiError`."""
     for candidate in (
         data,
         b"--B\r\nContent-Disposition: form-data; name=" + data + b"\r\n\r\nx\r\n--B--",
@@ -168,7 +172,7 @@ def test_any_bytes_are_a_body_or_an_api_error(data: bytes, content_type: str) ->
     )
 )
 def test_any_fields_are_a_request_or_an_api_error(fields: dict[str, Any]) -> None:
-    """Any fields give either a request or a short error response."""
+    """Any fields result in either a request or a short error response."""
     for cls in (ImageGenerationRequest, VideoRequest):
         refused: ApiError | None = None
         try:
@@ -190,7 +194,7 @@ def test_any_fields_are_a_request_or_an_api_error(fields: dict[str, Any]) -> Non
     ],
 )
 def test_json_types_are_strict(cls: Any, field: str, value: Any) -> None:
-    """Types in JSON are strict, as the schema says, whereas form fields are text."""
+    """JSON values must have the types given in the schema, whereas form fields are text."""
     with pytest.raises(ApiError, match=f"'{field}': Input should be a valid") as refused:
         read_request(cls, {"prompt": "a", field: value})
     assert refused.value.status == 400
@@ -216,7 +220,7 @@ def test_json_types_are_strict(cls: Any, field: str, value: Any) -> None:
     ],
 )
 def test_failures_of_the_engine_have_a_status(code: str, status: int, retry: bool) -> None:
-    """Errors caused by the client have a 4xx status, and all others a 5xx status."""
+    """Errors caused by the client have a 4xx status, and all other errors have a 5xx status."""
     response = from_failure(RequestFailed(code, "text")).response()
     assert response.status_code == status
     assert ("retry-after" in response.headers) == retry
@@ -246,7 +250,7 @@ def test_an_unforeseen_error_reveals_nothing_of_the_server() -> None:
 
 
 def test_uploads_keep_their_size_and_lose_alpha_and_rotation() -> None:
-    """An uploaded image becomes RGB, with its EXIF rotation applied."""
+    """An uploaded image is converted to RGB at its own size, with its EXIF rotation applied."""
     exif = Image.Exif()
     exif[0x0112] = 6  # displayed rotated by 90 degrees
     data = encoded(Image.new("RGB", (30, 20), (9, 9, 9)), "JPEG", exif=exif)
@@ -255,8 +259,8 @@ def test_uploads_keep_their_size_and_lose_alpha_and_rotation() -> None:
 
 
 def test_bombs_are_refused_from_the_header() -> None:
-    """A PNG of 100 Mpx takes up only a few kB, so decompression bombs are refused by their
-    header.
+    """Decompression bombs are refused based on their header, because a PNG of 100 Mpx may have only
+    a few kB.
     """
     with pytest.raises(ApiError) as refused:
         read_upload(encoded(Image.new("1", (10_000, 10_000))), "image", LIMITS)
@@ -280,7 +284,7 @@ def test_a_mask_is_white_where_the_upload_is_transparent() -> None:
 
 
 def test_a_mask_is_rotated_as_its_image() -> None:
-    """The EXIF rotation of a mask is applied, as for its image."""
+    """The EXIF rotation of a mask is applied, like that of the image."""
     exif = Image.Exif()
     exif[0x0112] = 3  # upside down
     mask = Image.new("RGBA", (30, 20), (0, 0, 0, 255))
@@ -290,7 +294,7 @@ def test_a_mask_is_rotated_as_its_image() -> None:
 
 
 def test_png_is_lossless() -> None:
-    """PNG is lossless, and other formats have the requested quality."""
+    """PNG output is lossless, and other formats are encoded with the requested quality."""
     image = np.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=np.uint8)
     back = np.asarray(Image.open(io.BytesIO(encode_image_file(image, "png", None, None))))
     assert np.array_equal(image, back)
@@ -310,7 +314,9 @@ def test_an_image_in_another_format_is_refused_by_name(name: str) -> None:
 
 
 def test_heic_is_refused_by_name() -> None:
-    """A HEIC image is refused by name, although its first bytes resemble those of MP4."""
+    """A HEIC image is refused with an error that names the format, although its first bytes
+    resemble those of MP4.
+    """
     data = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(64)
     assert not is_clip(data)
     with pytest.raises(ApiError, match="HEIC is not supported"):
@@ -362,8 +368,8 @@ def clip(frames: int, fps: int) -> bytes:
     [(9, 12, 72, 9), (30, 30, 72, 12), (48, 12, 17, 17), (1, 12, 72, 1)],
 )
 def test_a_clip_is_read_at_the_models_rate(frames: int, fps: int, most: int, read: int) -> None:
-    """A clip from a file or a data: URL is read at no more than 12 frames per second and up to the
-    model's number of frames.
+    """A clip from a file or a data: URL is sampled at no more than 12 frames per second and up to
+    the model's number of frames.
     """
     data = clip(frames, fps)
     assert is_clip(data)
@@ -379,8 +385,8 @@ def test_a_clip_is_read_at_the_models_rate(frames: int, fps: int, most: int, rea
 def test_a_clip_that_is_too_large_is_refused_before_it_is_decoded(
     name: str, bound: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Packets and header give the number of frames, the pixels per frame, and their product, so a
-    clip that is too large is refused before it is decoded.
+    """A clip that is too large is refused before it is decoded, because its packets and header give
+    the number of frames, the pixels per frame, and their product.
     """
     monkeypatch.setattr(clips, name, bound)
     monkeypatch.setattr(clips, "as_displayed", None)
@@ -406,7 +412,9 @@ def test_a_clip_is_decoded_only_while_its_client_is_there() -> None:
 
 
 def test_an_upright_clip_of_a_phone_is_read_upright() -> None:
-    """A phone stores an upright clip sideways with a rotation matrix, which is applied."""
+    """A clip from a phone, which stores upright video sideways with a rotation matrix, is rotated
+    upright.
+    """
     data = bytearray(clip(9, 12))
     matrix = data.find(b"tkhd") + 44
     data[matrix : matrix + 36] = struct.pack(
@@ -438,8 +446,8 @@ def test_an_image_is_no_clip() -> None:
 
 
 def test_a_client_that_leaves_a_whole_response_ends_it() -> None:
-    """When a client disconnects before the end of a whole response, its engine request is
-    cancelled.
+    """When a client disconnects before it has received a non-streamed response, its engine request
+    is cancelled.
     """
     buffer = io.BytesIO()
     Image.new("RGB", (32, 32)).save(buffer, "PNG")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""schemathesis tests the OpenAPI description of the image and video routes over real HTTP with an
-instant engine.
+"""Tests of the OpenAPI description of the image and video routes with schemathesis, over real HTTP
+and with an engine that responds instantly.
 
 Calls that follow the description and calls that violate it must not give a 5xx or an undocumented
 status or content type. Replies match the description, and violations are refused. A short run
@@ -75,7 +75,7 @@ CONFIG = schemathesis.Config.from_dict(
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Serve the OpenAPI description of only these routes."""
+    """Serve only these routes and load their OpenAPI description."""
     limits = MediaLimits(media_dir=str(tmp_path_factory.mktemp("media")), max_body_bytes=1 << 20)
     engine = InstantEngine()
     engine.is_world = False
@@ -102,7 +102,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def run(api: Any, path: str, method: str, mode: GenerationMode, max_examples: int) -> None:
-    """Draw calls of one operation and check their responses."""
+    """Generate calls of one operation and check their responses."""
 
     @settings(
         max_examples=max_examples,
@@ -127,7 +127,9 @@ def run(api: Any, path: str, method: str, mode: GenerationMode, max_examples: in
 def test_a_route_conforms_to_its_description(
     api: Any, path: str, method: str, mode: GenerationMode, max_examples: int
 ) -> None:
-    """Each route gets ten calls of each kind, and 500 at night."""
+    """Each route conforms to its description in ten generated calls of each kind, or 500 in the
+    nightly run.
+    """
     run(api, path, method, mode, max_examples)
 
 

@@ -22,7 +22,7 @@ from PIL import Image
 
 from vllm_omni.entrypoints.media.mp4 import decode_mp4
 
-# The client warns about OpenAI's own service.
+# The client emits a warning that concerns OpenAI's own service.
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API")
 
 RED = (200, 10, 30)
@@ -50,8 +50,8 @@ def slow(steps: int, step_ms: float, **more: Any) -> dict[str, Any]:
 
 
 def reference(**fields: str) -> dict[str, Any]:
-    """Return the start image as a reference, because the client's own argument accepts only
-    files.
+    """Return arguments that pass the start image as a reference (a URL or an id), because the
+    client's own argument accepts only files.
     """
     return {"extra_body": {"input_reference": fields}}
 
@@ -60,12 +60,12 @@ def reference(**fields: str) -> dict[str, Any]:
 
 
 def test_the_served_model_is_listed(client: openai.OpenAI) -> None:
-    """`/v1/models` is the route of stock vLLM."""
+    """`/v1/models`, which is a route of stock vLLM, lists the served model."""
     assert [model.id for model in client.models.list()] == ["null"]
 
 
 def test_every_route_requires_the_key(image_server: Served) -> None:
-    """A request without the key does not reach the engine on any route."""
+    """On every route, a request without the API key is refused before it reaches the engine."""
     unauthorized = image_server.connect(key="wrong")
     for call in (
         lambda: unauthorized.images.generate(prompt="a"),
@@ -84,8 +84,8 @@ def test_every_route_requires_the_key(image_server: Served) -> None:
 def test_images_are_reproducible_in_any_batch(
     client: openai.OpenAI,
 ) -> None:
-    """Image i of a call has the seed `seed + i`, whether the images are generated in one engine
-    request or in two.
+    """Image i of a call is generated with seed `seed + i`, whether the images are generated in one
+    engine request or in two.
     """
     six = client.images.generate(prompt="a cat", n=6, extra_body={"seed": 3})
     one = client.images.generate(prompt="a cat", extra_body={"seed": 8})
@@ -120,8 +120,8 @@ def test_images_have_the_requested_format(
 
 
 def test_a_url_leads_to_the_image_and_needs_the_key(image_server: Served) -> None:
-    """With `response_format="url"`, the server stores the image for a while, and reading it
-    requires the key.
+    """With `response_format="url"`, the server stores the image for a limited time, and reading it
+    requires the API key.
     """
     fields = {"prompt": "a", "output_format": "webp", "extra_body": {"seed": 1}}
     url = image_server.client.images.generate(response_format="url", **fields).data[0].url
@@ -136,7 +136,9 @@ def test_a_url_leads_to_the_image_and_needs_the_key(image_server: Served) -> Non
 
 
 def test_images_can_be_streamed(client: openai.OpenAI) -> None:
-    """A streamed image is an event that contains the same image as the plain call."""
+    """A streamed image arrives in an event and is the same image as in a response that is not
+    streamed.
+    """
     plain = client.images.generate(prompt="a", n=5, extra_body={"seed": 2})
     events = list(client.images.generate(prompt="a", n=5, stream=True, extra_body={"seed": 2}))
     assert [event.type for event in events] == ["image_generation.completed"] * 5
@@ -144,7 +146,9 @@ def test_images_can_be_streamed(client: openai.OpenAI) -> None:
 
 
 def test_a_failure_while_streaming_is_an_error_event(client: openai.OpenAI) -> None:
-    """A failure while streaming is sent as an error event, which the client raises."""
+    """A failure during streaming is sent as an error event, which the client raises as an
+    exception.
+    """
     with pytest.raises(openai.APIError, match="failed"):
         list(
             client.images.generate(
@@ -154,8 +158,8 @@ def test_a_failure_while_streaming_is_an_error_event(client: openai.OpenAI) -> N
 
 
 def test_an_edit_gets_all_images_and_the_mask(client: openai.OpenAI) -> None:
-    """An edited image keeps its size. The null model shows the mean colour and the number of its
-    inputs.
+    """The model receives all images and the mask of an edit, and the edited image keeps its size.
+    The null model renders the mean colour and the number of its inputs.
     """
     mask = png((0, 0, 0, 0), mode="RGBA")
     one = pixels(client.images.edit(image=png(), prompt="a").data[0])
@@ -239,8 +243,8 @@ def test_refusals_have_the_form_of_openais_errors(
     param: str | None,
     says: str,
 ) -> None:
-    """An error has the status, type, code, param and allowed values of OpenAI's errors, and reveals
-    no internals of the server.
+    """An error has OpenAI's format (status, type, code, param, and allowed values) and reveals no
+    internals of the server.
     """
     with pytest.raises(openai.APIStatusError) as refused:
         image_server.client.images.generate(prompt="a", **fields)
@@ -264,14 +268,16 @@ def test_refusals_have_the_form_of_openais_errors(
 def test_bad_uploads_are_refused_by_content(
     client: openai.OpenAI, upload: bytes, code: str
 ) -> None:
-    """Bad uploads are refused by the format and pixels in their header."""
+    """Bad uploads are refused based on the format and size in their header."""
     with pytest.raises(openai.BadRequestError) as refused:
         client.images.edit(image=("picture.png", upload), prompt="a")
     assert (refused.value.code, refused.value.param) == (code, "image")
 
 
 def test_a_body_beyond_the_limit_is_refused_while_it_arrives(client: openai.OpenAI) -> None:
-    """A body beyond the limit gets 413 for any content, before all of it has arrived."""
+    """A body that exceeds the limit gets 413, whatever its content, before all of it has
+    arrived.
+    """
     with pytest.raises(openai.APIStatusError) as refused:
         client.images.edit(image=("picture.png", bytes(5 << 20)), prompt="a")
     assert (refused.value.status_code, refused.value.code) == (413, "body_too_large")
@@ -299,7 +305,7 @@ def test_a_video_is_made_polled_listed_downloaded_and_deleted(image_server: Serv
     assert video.completed_at >= video.created_at and video.expires_at > video.completed_at
     frames, fps = decode_mp4(client.videos.download_content(video.id).content)
     assert frames.shape == (25, 64, 80, 3) and fps == pytest.approx(24)
-    # Frame n has grey level n.
+    # Frame n has the grey level n.
     assert np.abs(frames[:, 40, 40, 0].astype(int) - np.arange(25)).max() <= 3
     assert np.abs(frames[3, 2, 2].astype(int) - RED).max() <= 12  # start image's colour
     thumbnail = Image.open(
@@ -317,7 +323,7 @@ def test_a_video_is_made_polled_listed_downloaded_and_deleted(image_server: Serv
 
 
 def test_a_download_may_be_partial(image_server: Served) -> None:
-    """A download may use `Range`, as players and resumed downloads do."""
+    """A download may request a `Range`, as video players and resumed downloads do."""
     video = image_server.client.videos.create_and_poll(prompt="a", poll_interval_ms=50)
     path = f"/v1/videos/{video.id}/content"
     whole = image_server.get(path)[2]
@@ -329,7 +335,7 @@ def test_a_download_may_be_partial(image_server: Served) -> None:
 
 @pytest.mark.parametrize("how", ["delete", "cancel"])
 def test_ending_a_job_frees_the_engine_within_a_step(image_server: Served, how: str) -> None:
-    """The session of a job of 20 s ends shortly after the request to end it, because each step
+    """The session of a 20 s job ends shortly after the request to end the job, because each step
     takes only 0.2 s. `cancel` keeps the job's record.
     """
     client = image_server.client
@@ -351,7 +357,7 @@ def test_ending_a_job_frees_the_engine_within_a_step(image_server: Served, how: 
 
 
 def test_a_client_that_leaves_frees_the_engine(image_server: Served) -> None:
-    """An image call of 20 s is aborted when its client resets the connection."""
+    """An image call that takes 20 s is aborted when its client resets the connection."""
     body = json.dumps({"prompt": "a", **slow(100, 200.0)}).encode()
     head = (
         f"POST /v1/images/generations HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
@@ -367,8 +373,8 @@ def test_a_client_that_leaves_frees_the_engine(image_server: Served) -> None:
 def test_jobs_beyond_the_queue_are_refused_with_429_and_when_to_come_back(
     image_server: Served,
 ) -> None:
-    """One job runs, two wait, and the next one gets 429. A deleted job never runs. While the queue
-    is full, readiness reports `capacity` and health is 200.
+    """One job runs, two wait, and the next request gets 429. A waiting job that is deleted never
+    runs. While the queue is full, readiness reports `capacity` and `/health` returns 200.
     """
     client = image_server.client
     videos = [client.videos.create(prompt="a", extra_body=slow(100, 100.0)) for _ in range(3)]
@@ -437,7 +443,9 @@ def test_videos_that_cannot_be_made_are_refused_at_once(
 
 
 def test_lists_are_paged(client: openai.OpenAI) -> None:
-    """Lists support `limit`, `after` and `order`, and the client's iterator reads all pages."""
+    """List requests support `limit`, `after` and `order`, and the client's iterator reads all
+    pages.
+    """
     made = [client.videos.create_and_poll(prompt="a", poll_interval_ms=20).id for _ in range(3)]
     assert [video.id for video in client.videos.list(limit=1)][:3] == made[::-1]
     page = client.videos.list(limit=2)
@@ -453,7 +461,7 @@ def test_lists_are_paged(client: openai.OpenAI) -> None:
 
 
 def test_metrics_count_calls_jobs_and_bytes(image_server: Served) -> None:
-    """Counters of calls, jobs and bytes are part of stock vLLM's `/metrics`."""
+    """Counters of calls, jobs and bytes are exported through vLLM's own `/metrics` endpoint."""
     before = image_server.metric('omni_requests_total{endpoint="images",status="completed"}')
     image_server.client.images.generate(prompt="a")
     assert (
@@ -467,7 +475,9 @@ def test_metrics_count_calls_jobs_and_bytes(image_server: Served) -> None:
 
 
 def test_the_log_is_short_and_holds_no_prompts(image_server: Served) -> None:
-    """A job logs two lines and an image call logs one, none of which contain the prompt."""
+    """A job logs two lines and an image call logs one line. None of these lines contains the
+    prompt.
+    """
     secret = "a prompt that must stay out of the log"
     image_server.client.images.generate(prompt=secret)
     video = image_server.client.videos.create_and_poll(prompt=secret, poll_interval_ms=20)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/videos` of a world with two API server processes runs all chunks in one session and can be
-polled from either process.
+"""With a world model and two API server processes, `/v1/videos` generates all chunks of a video in
+one session, and either process can be polled.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from helpers.waits import seconds, wait_until
 
 from vllm_omni.entrypoints.media.mp4 import decode_mp4
 
-# Five processes take 1 to 4 min to start.
+# Starting five processes takes 1 to 4 min.
 pytestmark = [pytest.mark.filterwarnings("ignore:The Sora API"), pytest.mark.nightly]
 
 
@@ -22,8 +22,8 @@ def make(client: openai.OpenAI, **fields: Any) -> Any:
 
 
 def poll(served: Served, video_id: str) -> Any:
-    """Wait until the job has ended. Each request uses a new connection, so both processes get
-    requests.
+    """Wait until the job has ended. Each request uses a new connection, so that both processes
+    receive requests.
     """
 
     def ended() -> Any:
@@ -39,8 +39,8 @@ def frames_of(served: Served, video_id: str) -> np.ndarray:
 
 
 def test_a_world_makes_a_video_of_any_length_chunk_by_chunk(world_server: Served) -> None:
-    """A video of 25 frames takes two chunks and a part of a third. Frame n of the null world has
-    grey level n.
+    """A video of 25 frames consists of two chunks and a part of a third. Frame n of the null world
+    has the grey level n.
     """
     video = poll(world_server, make(world_server.client, num_frames=25).id)
     assert (video.status, video.progress, video.num_frames, video.fps) == (
@@ -56,8 +56,8 @@ def test_a_world_makes_a_video_of_any_length_chunk_by_chunk(world_server: Served
 
 
 def test_every_process_has_every_job(world_server: Served) -> None:
-    """A job is visible and can be listed, downloaded and deleted over new connections, which reach
-    either process.
+    """Every process has every job: a job can be retrieved, listed, downloaded and deleted over new
+    connections, which reach either process.
     """
     video_id = poll(world_server, make(world_server.client, num_frames=9).id).id
     for _ in range(20):
@@ -73,8 +73,8 @@ def test_every_process_has_every_job(world_server: Served) -> None:
 
 
 def test_any_process_ends_a_job(world_server: Served) -> None:
-    """Six jobs of 60 s are ended over new connections, and each time the engine is free within a
-    second.
+    """Either process can end a job: six 60 s jobs are deleted over new connections, and the engine
+    is free shortly after each deletion.
     """
     slow = {"num_frames": 9, "extra_params": {"steps": 300, "step_ms": 200.0}}
     for _ in range(6):
@@ -87,7 +87,7 @@ def test_any_process_ends_a_job(world_server: Served) -> None:
 
 
 def test_a_world_makes_no_images(world_server: Served) -> None:
-    """A world refuses an image request with 400 and lists the supported tasks."""
+    """A world model refuses an image request with 400 and lists the supported tasks."""
     for call in (
         lambda: world_server.client.images.generate(prompt="a"),
         lambda: world_server.client.images.edit(image=("a.png", b"x"), prompt="a"),
@@ -100,7 +100,9 @@ def test_a_world_makes_no_images(world_server: Served) -> None:
 
 
 def test_metrics_are_summed_over_processes(world_server: Served) -> None:
-    """Stock vLLM's multiprocess registry sums the metrics of both processes."""
+    """`/metrics` returns the sums over both processes, which vLLM's multiprocess registry
+    computes.
+    """
     name = 'omni_requests_total{endpoint="videos",status="completed"}'
     before = world_server.metric(name)
     for _ in range(8):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Videos and image files belong to the API key that created them. The engine is instant."""
+"""Videos and image files belong to the API key that created them. The engine responds instantly."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +23,9 @@ ONE, TWO = {"Authorization": "Bearer k1"}, {"Authorization": "Bearer k2"}
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[object]:
-    """Return a function that starts a server of the image and video routes with the given keys."""
+    """Return a function that starts a server with the image and video routes and the given API
+    keys.
+    """
     limits, engine = MediaLimits(media_dir=str(tmp_path)), InstantEngine()
     engine.is_world = False
     model = ServedModel(("m",), CAPABILITIES, 160, 96, 256 * 256, 4)
@@ -68,7 +70,9 @@ def test_a_video_is_visible_to_its_key_only(serve: "type[TestClient]") -> None:
 def test_an_image_s_url_belongs_to_its_key(
     serve: "type[TestClient]", keys: tuple[str, ...], status: int
 ) -> None:
-    """Without API keys, everyone can read the URL, whatever headers they send."""
+    """An image URL can be read only with the API key that created the image. On a server without
+    API keys, every client can read the URL, whatever headers it sends.
+    """
     with serve(*keys) as client:  # type: ignore[arg-type]
         requested = {"prompt": "a", "response_format": "url"}
         url = client.post("/v1/images/generations", json=requested, headers=ONE).json()["data"][0][

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How HTTP requests become engine requests: defaults, sizes, lengths and seeds of the served
+"""Conversion of HTTP requests to engine requests: defaults, sizes, lengths and seeds of the served
 model.
 """
 
@@ -54,7 +54,7 @@ def video(model: ServedModel | None = None, **fields: Any) -> Any:
 
 
 def test_defaults_come_from_the_model() -> None:
-    """The default size is that of the deployment, default steps and guidance are those of the model
+    """The default size is taken from the deployment, the default steps and guidance from the model
     family, and the endpoint generates a seed.
     """
     (params,) = images().requests()
@@ -104,15 +104,17 @@ def test_half_a_size_and_two_sizes_are_refused(fields: dict[str, Any], says: str
 def test_true_cfg_scale_is_another_name_of_guidance_scale(
     fields: dict[str, float], guidance: float
 ) -> None:
-    """vLLM-Omni's nodes send both `true_cfg_scale` and `guidance_scale`, where 1 means no
-    guidance.
+    """vLLM-Omni's ComfyUI nodes send both `true_cfg_scale` and `guidance_scale`. A value of 1 means
+    no guidance.
     """
     (params,) = images(**fields, vae_use_slicing=False, vae_use_tiling=True).requests()
     assert (params.guidance_scale, params.options) == (guidance, {})
 
 
 def test_true_cfg_scale_is_an_option_of_pipelines_that_have_it() -> None:
-    """In pipelines that have `true_cfg_scale` as an option, it differs from `guidance_scale`."""
+    """If a pipeline has an option `true_cfg_scale`, the field sets that option and is not an alias
+    of `guidance_scale`.
+    """
     request = read_request(
         ImageGenerationRequest, {"prompt": "p", "true_cfg_scale": 2.0, "guidance_scale": 3.5}
     )
@@ -140,16 +142,15 @@ def test_guidance_that_a_model_lacks_is_refused() -> None:
     "lora", [{"name": "snow", "scale": 0.5}, {"lora_name": "snow", "lora_scale": 0.5, "int_id": 7}]
 )
 def test_one_adapter_alone_may_be_an_object(lora: dict[str, Any]) -> None:
-    """A single adapter may be an object, and the field names of vLLM-Omni's clients are accepted
-    too.
+    """A single adapter may be given as an object instead of a list, and the field names of
+    vLLM-Omni's clients are accepted too.
     """
     assert images(lora=lora).sampling.lora == [Lora(name="snow", scale=0.5)]
 
 
 def test_an_adapter_is_selected_by_its_name_as_model() -> None:
-    """The name of an adapter in `model` selects it, as for vLLM's clients. Adapters in `lora` are
-    added to the adapter in `model`. If `lora` names the same adapter, the strength given in `lora`
-    applies.
+    """An adapter name in `model` selects that adapter, as in vLLM. Adapters in `lora` are added to
+    the adapter in `model`. If `lora` names the same adapter, the strength given in `lora` applies.
     """
     model = dataclasses.replace(served(), adapters=lambda: {"snow", "ink"})
     for fields, lora in (
@@ -206,7 +207,7 @@ def test_n_is_split_into_requests_with_consecutive_seeds() -> None:
 
 
 def test_zero_is_a_value() -> None:
-    """A guidance of 0.0 or a seed of 0 is a value and not treated as absent."""
+    """A guidance of 0.0 or a seed of 0 is used rather than treated as missing."""
     (params,) = images(guidance_scale=0.0, seed=0).requests()
     assert (params.guidance_scale, params.seed) == (0.0, 0)
 
@@ -223,7 +224,7 @@ def test_zero_is_a_value() -> None:
 def test_no_side_becomes_longer_than_the_model_allows(
     width: int, height: int, fitted: tuple[int, int]
 ) -> None:
-    """An edited image is scaled until its longer side fits the model."""
+    """An edited image is scaled down so that its longer side does not exceed the model's limit."""
     model = served(max_side=512)
     assert fit_size(width, height, model.images) == fitted
     request = read_request(ImageGenerationRequest, {"prompt": "p"})
@@ -264,7 +265,9 @@ def test_images_may_have_other_sizes_than_videos() -> None:
     ],
 )
 def test_the_length_of_a_video(fields: dict[str, Any], num_frames: int, fps: float) -> None:
-    """A video has 1 + 4 k frames, the number nearest to the requested seconds."""
+    """The number of frames of a video is the number of the form 1 + 4 k that is nearest to the
+    requested seconds.
+    """
     plan = video(**fields)
     assert (plan.num_frames, plan.fps) == (num_frames, fps)
 
@@ -309,8 +312,8 @@ def test_fields_that_the_model_does_not_support_are_refused(
 
 
 def test_a_required_start_image_is_named() -> None:
-    """The error names a start image that the model requires. A model that cannot use a start image
-    refuses a request with one.
+    """If a model requires a start image, the error for a request without one names it. A model that
+    cannot use a start image refuses a request with one.
     """
     model = served(tasks=("image_to_video",))
     request = read_request(VideoRequest, {"prompt": "p"})
@@ -339,7 +342,9 @@ def test_a_length_for_an_edited_video_is_refused(fields: dict[str, Any]) -> None
 
 
 def test_the_model_may_be_called_by_any_of_its_names() -> None:
-    """The reply names the model as the request does."""
+    """A client may use any of the model's names, and the reply contains the name that the client
+    used.
+    """
     assert images(model="alias").sampling.model == "alias"
     with pytest.raises(ApiError, match="served: m, alias") as refused:
         images(model="other")

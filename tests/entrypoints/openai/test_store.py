@@ -35,8 +35,8 @@ def store_at(root: Path, **limits: Any) -> MediaStore:
 
 
 def test_ids_contain_the_name_of_the_server(root: Path) -> None:
-    """An id contains the name of its server, which a reverse proxy reads. Servers with and without
-    names may share a directory.
+    """An id contains the name of its server, so that a reverse proxy can route by it. Servers with
+    and without names may share a directory.
     """
     named = MediaStore(MediaLimits(media_dir=str(root)), "rack-7")
     made = record(named)
@@ -94,8 +94,8 @@ def test_a_record_survives_a_round_trip(root: Path) -> None:
 
 
 def test_records_and_files_belong_to_their_client(root: Path) -> None:
-    """A client with a different key cannot list a job, and a file's id does not reveal the file's
-    name.
+    """A client with a different key cannot read or list a job, and a file's id does not reveal the
+    file's name.
     """
     store = store_at(root)
     mine, theirs = record(store, principal="a"), record(store, principal="b")
@@ -124,7 +124,7 @@ def test_records_and_files_belong_to_their_client(root: Path) -> None:
     ],
 )
 def test_only_ids_of_the_store_are_looked_up(root: Path, name: str) -> None:
-    """An id that a client sends is looked up only if it has the form of an id."""
+    """An id sent by a client is looked up only if it has the form of an id of the store."""
     store = store_at(root)
     assert store.read_record(name) is None
     assert store.find_file(name) is None
@@ -133,8 +133,8 @@ def test_only_ids_of_the_store_are_looked_up(root: Path, name: str) -> None:
 
 
 def test_finished_jobs_are_bounded_by_count_and_bytes_oldest_first(root: Path) -> None:
-    """Finished jobs are deleted by count and bytes, oldest first. Running jobs are never
-    deleted.
+    """When finished jobs exceed the limit on their number or size, the oldest are deleted first.
+    Running jobs are never deleted.
     """
     store = store_at(root, max_videos=3, max_media_bytes=250)
     running = record(store, age_s=1000, status="in_progress")
@@ -152,7 +152,7 @@ def test_finished_jobs_are_bounded_by_count_and_bytes_oldest_first(root: Path) -
 
 
 def test_expired_jobs_and_images_are_deleted(root: Path) -> None:
-    """Jobs are deleted after their expiry date, and images when they reach an age."""
+    """Jobs are deleted after their expiry time, and images when they reach a maximum age."""
     store = store_at(root, media_ttl_s=3600)
     old, new = finished(store, age_s=4000), finished(store, age_s=10)
     image = store.add_file(b"data", "png")
@@ -172,7 +172,9 @@ def _run_a_job(root: str, made: Any) -> None:
 
 
 def test_a_job_of_a_killed_process_has_failed(root: Path) -> None:
-    """After kill -9, the jobs of a process are `failed` with a reason, even for a new server."""
+    """After a `kill -9`, the jobs of the killed process have the status `failed` with a reason,
+    even in the store of a new server.
+    """
     context = multiprocessing.get_context("spawn")
     made: Any = context.Queue()
     process = context.Process(target=_run_a_job, args=(str(root), made))
@@ -189,8 +191,8 @@ def test_a_job_of_a_killed_process_has_failed(root: Path) -> None:
 
 
 def test_another_process_can_end_a_job(root: Path) -> None:
-    """A job that another process deletes is invisible immediately. The process that owns the job
-    gets the request, and leftover files are pruned.
+    """When another process deletes a job, the job becomes invisible immediately, the process that
+    runs it receives the request, and leftover files are pruned.
     """
     owner, other = store_at(root), store_at(root)
     made = record(owner, status="in_progress")
@@ -198,7 +200,7 @@ def test_another_process_can_end_a_job(root: Path) -> None:
     assert owner.stop_requested(made.id) == "delete"
     assert owner.read_record(made.id) is None and other.read_record(made.id) is None
     made.status = "completed"
-    owner.write(made)  # finished at the same moment
+    owner.write(made)  # the job finishes at the same moment
     other.prune()
     assert not list(root.glob(f"{made.id}*"))
 
@@ -206,7 +208,9 @@ def test_another_process_can_end_a_job(root: Path) -> None:
 def test_a_private_directory_is_deleted_with_its_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next server deletes the private directories of killed servers and no others."""
+    """The next server deletes the private directories of killed servers but no other
+    directories.
+    """
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     dead, fresh, open_to_all = (
         tmp_path / f"vllm-omni-media-{name}" for name in ("dead", "fresh", "open")
@@ -221,7 +225,7 @@ def test_a_private_directory_is_deleted_with_its_server(
     assert not dead.exists() and fresh.exists() and open_to_all.exists()
     os.utime(store.root, (time.time() - 1000,) * 2)
     second = MediaStore(MediaLimits())
-    assert store.root.exists()  # old, but its owner is alive
+    assert store.root.exists()  # the directory is old, but its owner is alive
     for each in (store, second):
         each.close()
         assert not each.root.exists()
@@ -291,8 +295,8 @@ print(sum(stem.name in path.name for path in open_files))
 
 @pytest.mark.parametrize("fill_at", [0, 30, 60])
 def test_a_full_disk_during_a_video_is_an_oserror(disk: Path, tmp_path: Path, fill_at: int) -> None:
-    """If the disk is full before the first frame, between frames or before the end, the encoding
-    process does not crash, and no file is left or kept open.
+    """If the disk becomes full before the first frame, between frames or before the end, an OSError
+    is raised, the encoding process does not crash, and no file is left behind or kept open.
     """
     np.save(tmp_path / "frames.npy", _NOISE)
     command = [
@@ -312,8 +316,8 @@ def test_a_full_disk_during_a_video_is_an_oserror(disk: Path, tmp_path: Path, fi
 
 
 def test_a_record_on_a_full_disk_is_written_later(disk: Path) -> None:
-    """The record of a finished job is written later if the disk is full, because its clients must
-    see that it has ended. A new job or image is refused without a trace.
+    """If the disk is full, the record of a finished job is written later, because clients must see
+    that the job has ended. A new job or image is refused and leaves no files behind.
     """
     store = MediaStore(MediaLimits(media_dir=str(disk)))
     made = record(store, status="in_progress")
@@ -347,7 +351,9 @@ def test_the_next_server_deletes_unfinished_files_of_a_killed_one(root: Path) ->
 
 
 def test_an_entry_that_cannot_be_deleted_is_skipped(root: Path) -> None:
-    """A directory with the name of a file does not prevent the start, pruning, or new files."""
+    """A directory that has the name of a file, and therefore cannot be deleted as a file, prevents
+    neither the start, pruning, nor new files.
+    """
     store = store_at(root)
     old, older = finished(store, age_s=7200), finished(store, age_s=9000)
     for name in (

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named images in the body of `/v1/videos`, as JSON or in a form, and the errors for invalid
-ones.
+"""Named images in the body of `/v1/videos`, in JSON or in a form, and the errors for invalid named
+images.
 """
 
 from typing import Any
@@ -15,7 +15,9 @@ URL = "data:image/png;base64,AAAA"
 
 
 def test_images_come_as_data_urls_and_as_files() -> None:
-    """Named images are removed from the fields, and the start image stays separate from them."""
+    """Named images are read from data: URLs and files and removed from the fields. The start image
+    stays separate from them.
+    """
     body = ParsedBody(
         {"images": {"head": {"image_url": URL}, "left": URL}, "prompt": "a path"},
         {"images[back]": [b"file"], "input_reference": [b"start"]},

@@ -50,8 +50,8 @@ def client(endpoint: EndpointServer) -> Iterator[Client]:
 
 @pytest.fixture(scope="package")
 def _served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
-    """Hold the servers that were started. The last one is the running server, unless a test has
-    killed it.
+    """Hold all servers started so far. The last server is still running unless a test has killed
+    it.
     """
     running: list[Served] = []
     yield running

@@ -3,9 +3,9 @@
 
 python tests/entrypoints/realtime/fuzz_endpoints.py --count 10000000
 
-Each case is one message, which is decoded and, if that succeeds, parsed as each endpoint parses it.
-Only `CodecError` and `EndpointError` may be raised, no case may take longer than `SLOWEST_MS` of
-CPU time, and resident memory may not grow. The script prints the counts as JSON.
+Each case is one message. It is decoded and, if that succeeds, parsed by the parser of each
+endpoint. Only `CodecError` and `EndpointError` may be raised, no case may take longer than
+`SLOWEST_MS` of CPU time, and resident memory may not grow. The script prints the counts as JSON.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # when run by name: helpers
+sys.path.insert(0, str(Path(__file__).parents[2]))  # to import `helpers` when run as a script
 from helpers.fake_engine import infer
 from helpers.live_clients import png
 from test_codec import SEEDS, mutated
@@ -40,8 +40,8 @@ from vllm_omni.entrypoints.realtime.video import protocol as video_protocol
 from vllm_omni.entrypoints.realtime.world_camera import protocol
 
 SLOWEST_MS = 250.0
-"""Largest CPU time of a case in milliseconds. The limit is far above the slowest case measured
-(about 10 ms), because the scheduler may suspend the process on a busy machine.
+"""Maximum CPU time of a case in milliseconds. The limit is far above the slowest case measured
+(about 10 ms), because the operating system may suspend the process on a busy machine.
 """
 GROWTH_BYTES = 5e6
 
@@ -203,7 +203,7 @@ def fuzz(count: int, seed: int) -> dict[str, Any]:
     process = psutil.Process()
     for number in range(count):
         if number == count // 2:
-            rss = process.memory_info().rss  # the first half warms up
+            rss = process.memory_info().rss  # the first half of the cases is the warm-up
         is_text = random_.random() < 0.2
         data = mutated(random_.choice(TEXT_SEEDS if is_text else BINARY_SEEDS), random_)
         started_s = time.thread_time()
@@ -215,7 +215,7 @@ def fuzz(count: int, seed: int) -> dict[str, Any]:
         except EndpointError:
             outcomes["refused"] += 1
         except UnicodeDecodeError:
-            assert is_text  # the WebSocket library would first close with 1007
+            assert is_text  # the WebSocket library would close the connection with 1007 before
             outcomes["not UTF-8"] += 1
         slowest_ms = max(slowest_ms, (time.thread_time() - started_s) * 1e3)
     grown = process.memory_info().rss - rss
@@ -231,7 +231,7 @@ def fuzz(count: int, seed: int) -> dict[str, Any]:
 def check(result: dict[str, Any]) -> None:
     assert result["slowest_ms"] < SLOWEST_MS, result
     assert result["grown_bytes"] < GROWTH_BYTES, result
-    assert result["accepted"] > result["cases"] / 100, result  # some mutants are valid
+    assert result["accepted"] > result["cases"] / 100, result  # some mutated messages are valid
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Send requests to `/v1/sessions` and walk through the null world, for tests with real servers."""
+"""Functions for tests with real servers that send requests to `/v1/sessions` and walk through the
+null world.
+"""
 
 import json
 import urllib.request
@@ -32,7 +34,7 @@ def call(
     body: bytes | None = None,
     headers: dict[str, str] | None = None,
 ) -> tuple[int, bytes, dict[str, str]]:
-    """Send one HTTP request and return `(status, body, headers)`, also if the request is
+    """Send one HTTP request and return `(status, body, headers)`, even if the request is
     refused.
     """
     url = f"http://127.0.0.1:{server.port}{path}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How actions in messages are parsed. Error messages list the actions of the model."""
+"""Parsing of actions in messages. Error messages list the model's actions."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ ONE = ActionSpace(buttons=SPACE.buttons, exclusive=True)
 
 
 def test_frames_become_a_script() -> None:
-    """A frame of a script is a list of names or a map, and a repeated name counts once."""
+    """Each frame of a script may be a list of names or a map, and a repeated name counts once."""
     read = read_actions_message([["w", "w"], {"axes": {"dx": 3}, "scroll": -2}, []], SPACE)
     assert read == ControlScript(
         (ActionFrame(("w",)), ActionFrame(axes={"dx": 3.0}, scroll=-2.0), ActionFrame())
@@ -38,8 +38,8 @@ def test_frames_become_a_script() -> None:
 
 
 def test_a_transition_changes_only_the_keys_it_names() -> None:
-    """A transition leaves keys that it does not name unchanged. The motion of a transition may
-    exceed the range of a frame, because motion is summed.
+    """A transition changes only the keys that it names. Its motion may exceed the range of a single
+    frame, because motion is summed.
     """
     message = {
         "mode": "state",
@@ -93,8 +93,8 @@ def test_an_exclusive_model_refuses_two_buttons_and_scrolling() -> None:
 
 
 def test_camera_keys_press_the_buttons_they_belong_to() -> None:
-    """A camera key presses the button of the same name, or else the button with that key code. Keys
-    without a button are ignored.
+    """A camera key presses the button with the same name, or otherwise the button with the key's
+    key code. Keys without a button are ignored.
     """
     assert camera_buttons(["W", "i", "k", "x", "wa"], SPACE) == ("w", "leap")
     assert camera_buttons(["i", "w"], ONE) == ("leap",)

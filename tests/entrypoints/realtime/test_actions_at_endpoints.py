@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actions of any model at the three realtime endpoints: the actions that the engine gets, and the
-errors for invalid ones.
+"""Actions of any model at the three realtime endpoints: the actions that reach the engine, and the
+errors for invalid actions.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,9 @@ def start_now(client: ExtendedClient, **fields: Any) -> dict[str, Any]:
 
 
 def test_the_session_message_lists_the_actions_of_the_model(endpoint: EndpointServer) -> None:
-    """A client can read the controls of an unknown model from the session message."""
+    """The session message lists the model's actions, so that a client can use the controls of a
+    model that it does not know.
+    """
     with ExtendedClient(endpoint.port) as client:
         reported = start_now(client)["actions"]
     assert [button["name"] for button in reported["buttons"]] == ["w", "jump"]
@@ -61,8 +63,8 @@ def test_the_session_message_lists_the_actions_of_the_model(endpoint: EndpointSe
 def test_scripts_and_transitions_reach_the_engine(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """A script in `init`, followed by held buttons, an axis and motion, reaches the engine, and
-    every event gets a receipt.
+    """A script in `init` and subsequent events for held buttons, an axis and motion reach the
+    engine, and every event gets a receipt.
     """
     engine.delay_s = 0.05
     with ExtendedClient(endpoint.port) as client:
@@ -109,7 +111,9 @@ def test_scripts_and_transitions_reach_the_engine(
 def test_unsupported_events_are_refused_with_the_actions_of_the_model(
     endpoint: EndpointServer, engine: FakeEngine, kind: str, payload: Any, code: str, says: str
 ) -> None:
-    """An unsupported event is rejected with the actions of the model, and the stream continues."""
+    """An unsupported event is rejected with an error that lists the model's actions, and the stream
+    continues.
+    """
     engine.delay_s = 0.02
     with ExtendedClient(endpoint.port) as client:
         start_now(client)
@@ -123,8 +127,8 @@ def test_unsupported_events_are_refused_with_the_actions_of_the_model(
 
 
 def test_a_first_prompt_or_image_is_refused_where_there_is_none(endpoint: EndpointServer) -> None:
-    """A start with a prompt or image that the model does not support is refused, after which the
-    connection accepts another start.
+    """An `init` with a prompt or image that the model does not support is refused, after which the
+    connection accepts another `init`.
     """
     with ExtendedClient(endpoint.port) as client:
         client.init(prompt="a path", first_frame=None)
@@ -138,8 +142,8 @@ def test_a_first_prompt_or_image_is_refused_where_there_is_none(endpoint: Endpoi
 def test_camera_keys_of_simple_clients_press_the_buttons_of_that_key(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """A camera key without a button is ignored. A client that does not use the extension cannot
-    send its events.
+    """A client without the actions extension may send camera keys, which press the buttons of the
+    same name. Keys without a button are ignored. The client cannot send events of the extension.
     """
     engine.delay_s = 0.02
     with GenerateClient(endpoint.port) as client:
@@ -182,7 +186,9 @@ def interaction(event_id: str, **event: Any) -> dict[str, Any]:
 def test_the_video_endpoint_takes_scripts_and_transitions(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """The chunk metadata lists the events that start, act and end in the chunk."""
+    """The video endpoint accepts scripts and transitions. The metadata of a chunk lists the events
+    that start, act and end in the chunk.
+    """
     engine.delay_s = 0.05
     with VideoClient(endpoint.port) as client:
         start = {
@@ -241,8 +247,8 @@ def play(frames: Any = None, **fields: Any) -> dict[str, Any]:
 def test_the_world_endpoint_lists_and_accepts_actions(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """The hello message contains the action space, and the frames of a request reach the engine in
-    chunks.
+    """The hello message contains the action space, and the action frames of a request are divided
+    into chunks for the engine.
     """
     with endpoint.client() as client:
         assert client.hello["actions"]["axes"][1]["name"] == "throttle"
@@ -292,8 +298,8 @@ def test_the_world_endpoint_refuses_unsupported_requests(
 def test_an_evicted_session_without_images_needs_restart(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """For an evicted session without a start image, only `restart` distinguishes a new session from
-    a continued one.
+    """An evicted session of a model without start images can be started again only with `restart`,
+    because nothing else distinguishes starting a session from continuing one.
     """
     endpoint = make_endpoint(info={"actions": SPACE, "session_idle_s": 0.2})
     with endpoint.client() as client:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PlannedChunks` cuts a plan into chunks. A live request continues until it is cancelled unless it
-has a length.
+"""`PlannedChunks` cuts a plan into chunks. A live request runs until it is cancelled, unless it has
+a length.
 """
 
 from itertools import islice
@@ -69,8 +69,8 @@ def test_a_path_that_ends_within_a_chunk_holds_its_last_pose() -> None:
 
 
 def test_a_request_that_was_cut_continues_in_the_middle_of_its_script() -> None:
-    """A request that was cut continues in the middle of its script. Keys are given per latent
-    frame, and latent frames after the end of the script hold no key.
+    """A request that was interrupted continues in the middle of its script. Keys are given per
+    latent frame, and no key is held in latent frames after the end of the script.
     """
     script = [[key] for key in "wasdwas"]
     source = PlannedChunks(
@@ -126,7 +126,9 @@ def test_a_live_request_samples_controls_as_late_as_the_engine_allows() -> None:
 
 
 def test_the_first_latent_frame_may_be_as_long_as_the_others() -> None:
-    """Three actions are three latent frames of four pixel frames each, even in the first chunk."""
+    """Three actions produce three latent frames of four pixel frames each, even in the first
+    chunk.
+    """
     info = StreamInfo(latent_frames_per_chunk=1, first_stride=4)
     script = PlannedChunks(actions=[["w"], [], ["w"]])
     assert (

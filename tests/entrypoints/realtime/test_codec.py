@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The msgpack codec: both dialects, the limits, and the text of each error.
+"""The msgpack codec: both array dialects, the limits, and the text of each error.
 
 Bytes from untrusted clients may raise only `CodecError`.
 """
@@ -50,7 +50,7 @@ ARRAYS = hnp.arrays(
     ),
     hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4),
 )
-# In a dialect, keys such as "nd" mark arrays.
+# Keys such as "nd", which mark arrays in a dialect, are excluded.
 KEYS = st.text("abcxyz", max_size=8)
 MESSAGES = st.dictionaries(
     KEYS,
@@ -128,8 +128,8 @@ def classic(**changes: Any) -> dict[Any, Any]:
     ],
 )
 def test_both_dialects_of_arrays_are_read(marked: dict[Any, Any], dialect: MessageDialect) -> None:
-    """Arrays may have bytes or text as keys and either byte order. The decoded array is in native
-    order, and its dialect is reported.
+    """The keys of an array's map may be bytes or text, and the array may have either byte order.
+    The decoded array is in native order, and the dialect is reported.
     """
     decoded = decode(pack({"a": [marked]}))
     array = decoded.value["a"][0]
@@ -138,14 +138,12 @@ def test_both_dialects_of_arrays_are_read(marked: dict[Any, Any], dialect: Messa
 
 
 def test_the_last_of_duplicate_keys_counts() -> None:
-    """The last of several duplicate keys counts, as in other msgpack libraries."""
+    """If a key occurs several times, its last value is used, as in other msgpack libraries."""
     assert decode(b"\x82\xa1a\x01\xa1a\x02").value == {"a": 2}
 
 
 def test_large_arrays_are_copied_once() -> None:
-    """A raw chunk of 14.4 MB is encoded in much less than 50 ms, because its bytes are copied only
-    once.
-    """
+    """A raw 14.4 MB chunk is encoded in less than 50 ms, because its bytes are copied only once."""
     frames_THWC = np.zeros((12, 480, 832, 3), np.uint8)
     encode({"video": frames_THWC})
     started_s = time.perf_counter()
@@ -173,7 +171,9 @@ SEEDS = [
 
 
 def mutated(data: bytes, random_: random.Random) -> bytes:
-    """Apply bit flips, insertions, cuts, repeated parts and false lengths."""
+    """Return the data after random bit flips, insertions, deletions, repetitions of parts, and
+    wrong lengths.
+    """
     mutant = bytearray(data)
     for _ in range(random_.randint(1, 6)):
         at = random_.randrange(len(mutant)) if mutant else 0
@@ -199,8 +199,8 @@ def mutated(data: bytes, random_: random.Random) -> bytes:
 @given(st.binary(max_size=200))
 @settings(max_examples=1000, deadline=None)
 def test_any_bytes_raise_nothing_but_codec_errors(data: bytes) -> None:
-    """Random bytes decode to a message or raise `CodecError`. A decoded message is unchanged after
-    another round trip.
+    """Random bytes either decode to a message or raise `CodecError`. Encoding and decoding a
+    decoded message again leaves it unchanged.
     """
     with contextlib.suppress(CodecError):
         message = decode(data)
@@ -277,7 +277,7 @@ def map_of(count: int) -> bytes:
     ],
 )
 def test_a_refused_message_has_a_reason(data: bytes, text: str) -> None:
-    """The error for a refused message names the limit."""
+    """A message beyond a limit is refused with an error that names the limit."""
     assert refusal(data) == text
 
 
@@ -293,7 +293,7 @@ def test_every_extension_type_is_refused(code: int) -> None:
 
 ALL_FORMS = (
     # A list of 25 values: small and sized integers, floats, and every length encoding of text,
-    # bytes, list and map.
+    # bytes, lists and maps.
     b"\xdc\x00\x19"
     b"\x7f\xff\xcc\xff\xcd\xff\xff\xce\xff\xff\xff\xff\xcf\xff\xff\xff\xff\xff\xff\xff\xff"
     b"\xd0\x80\xd1\x80\x00\xd2\x80\x00\x00\x00\xd3\x80\x00\x00\x00\x00\x00\x00\x00"
@@ -308,7 +308,7 @@ ALL_FORMS = (
 
 
 def test_every_form_of_every_value_is_read() -> None:
-    """Every form of every value is read as another msgpack library reads it, except that map keys
+    """Every encoding of every value is decoded as by another msgpack library, except that map keys
     of type bytes become text.
     """
     *plain, last, empty = msgspec.msgpack.decode(ALL_FORMS)
@@ -317,8 +317,8 @@ def test_every_form_of_every_value_is_read() -> None:
 
 
 def test_a_message_that_ends_early_or_late_is_refused() -> None:
-    """A message that is cut at any of its bytes is refused. The message contains every form of
-    value.
+    """A message that is truncated at any byte or has extra bytes is refused. The tested message
+    contains every encoding of a value.
     """
     for end in range(len(ALL_FORMS)):
         assert refusal(ALL_FORMS[:end]) == TRUNCATED
@@ -326,8 +326,8 @@ def test_a_message_that_ends_early_or_late_is_refused() -> None:
 
 
 def test_each_limit_is_inclusive() -> None:
-    """Each limit is inclusive: entries of a list and of a map, the depth of both, the number of all
-    values, and text. Binary data has no limit here.
+    """Each limit is inclusive: the entries of a list and of a map, the depth of both, the total
+    number of values, and the length of text. The codec does not limit binary data.
     """
     assert decode(list_of(MAX_ENTRIES)).value == [None] * MAX_ENTRIES
     assert len(decode(map_of(MAX_ENTRIES)).value) == MAX_ENTRIES
@@ -383,8 +383,8 @@ def test_each_limit_is_inclusive() -> None:
     ],
 )
 def test_a_refused_array_has_a_reason(marked: dict[Any, Any], text: str) -> None:
-    """The error for a refused array names the allowed values and is raised before anything is
-    allocated.
+    """The error for a refused array names the allowed values and is raised before memory is
+    allocated for the array.
     """
     assert refusal(msgspec.msgpack.encode({"a": marked})) == text
 
@@ -412,8 +412,8 @@ def test_only_marked_maps_become_arrays_or_numbers(
 @pytest.mark.parametrize("order", ["<", ">", "=", "", "|"])
 @pytest.mark.parametrize("shape", [[], [0], [2], [2, 0, 3], [1] * MAX_NDIM])
 def test_arrays_come_back_in_native_byte_order(order: str, shape: list[int]) -> None:
-    """Arrays are decoded in native byte order, including empty arrays, arrays of no dimension, and
-    arrays with the largest number of dimensions.
+    """Arrays are decoded in native byte order, including empty arrays, zero-dimensional arrays, and
+    arrays with the maximum number of dimensions.
     """
     sent = np.arange(np.prod(shape, dtype=int), dtype=f"{order}i4").reshape(shape)
     message = {"a": openpi(dtype=f"{order}i4", shape=shape, data=sent.tobytes())}
@@ -448,7 +448,7 @@ def test_a_large_array_in_native_order_is_not_copied() -> None:
 def test_an_array_is_written_with_the_dialects_keys(
     dialect: MessageDialect, keys: dict[bytes, Any]
 ) -> None:
-    """Arrays in lists, tuples and maps, and empty arrays, are written with only the keys of the
+    """Arrays in lists, tuples and maps, and empty arrays, are encoded with only the keys of the
     dialect.
     """
     array = np.frombuffer(DATA, np.float32).reshape(2, 2)

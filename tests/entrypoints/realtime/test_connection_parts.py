@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Playing times, delivery to slow readers, and grouped sends of a connection."""
+"""Parts of a connection: playing times, delivery to slow readers, and grouped sends."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from vllm_omni.entrypoints.realtime.connection.play_clock import PlayClock
 
 
 def test_playing_times_add_up() -> None:
-    """Playing times of nine and then twelve frames at 12 frames per second add up, however early
-    the chunks are requested.
+    """The playing times of nine and then twelve frames at 12 frames per second add up, however
+    early the chunks are requested.
     """
     clock = PlayClock()
     assert clock.schedule_chunk(9, 12, now_s=100.0) == pytest.approx((0.75, 0.75))
@@ -29,7 +29,9 @@ def test_playing_times_add_up() -> None:
 
 @pytest.mark.parametrize("now_s", [101.5, 900.0])
 def test_a_late_or_paused_stream_starts_a_new_schedule(now_s: float) -> None:
-    """Delays do not accumulate: after one, the next chunk has its whole playing time."""
+    """Delays do not accumulate: after a delay or a pause, the next chunk has its full playing
+    time.
+    """
     clock = PlayClock()
     clock.schedule_chunk(12, 12, now_s=100.0)
     assert clock.schedule_chunk(12, 12, now_s=now_s) == pytest.approx((1.0, 1.0))
@@ -45,11 +47,11 @@ def seconds_until_refused(
     is_more_waiting: Callable[[int], bool] = lambda number: True,
     fps: float = FPS,
 ) -> float | None:
-    """Deliver chunks that take `take_s(now)` each, and return the time of the refusal, or None if
-    there is none within `for_s`.
+    """Deliver chunks, each of which takes `take_s(now)`, and return the time at which the client is
+    refused, or None if it is not refused within `for_s`.
 
     Args:
-        is_more_waiting: Whether the chunk after this one, given by number, was ready.
+        is_more_waiting: Whether the chunk after the one with this number was ready.
     """
 
     async def scenario() -> float | None:
@@ -71,7 +73,9 @@ def seconds_until_refused(
 
 
 def test_a_quarter_of_the_rate_is_refused_after_the_timeout() -> None:
-    """If the timeout ends in the middle of a message, the refusal comes at that moment."""
+    """A client that reads at a quarter of the playing rate is refused after the timeout, even if
+    the timeout expires in the middle of a message.
+    """
     assert seconds_until_refused(lambda now_s: 0.08, 2.0) == pytest.approx(TIMEOUT_S, abs=0.06)
     assert seconds_until_refused(lambda now_s: 0.08 if now_s < 0.3 else 9.0, 2.0) == pytest.approx(
         TIMEOUT_S, abs=0.06
@@ -80,8 +84,8 @@ def test_a_quarter_of_the_rate_is_refused_after_the_timeout() -> None:
 
 @pytest.mark.parametrize("take_s", [0.001, 0.004, 0.015])
 def test_a_client_that_takes_what_it_plays_is_not_behind(take_s: float) -> None:
-    """A client that reads at the playing rate is not behind. A model faster than real time keeps
-    every queue full, which is not the client's delay.
+    """A client that reads at the playing rate is not behind, even if a model that is faster than
+    real time keeps every queue full.
     """
     assert seconds_until_refused(lambda now_s: take_s, 3 * TIMEOUT_S) is None
 
@@ -90,8 +94,8 @@ def test_a_client_that_takes_what_it_plays_is_not_behind(take_s: float) -> None:
     "chunk_s", [TIMEOUT_S * share for share in (0.1, 1.5 / 7, 4 / 7, 0.99, 1.5, 4.0)]
 )
 def test_a_chunk_may_be_longer_than_the_timeout(chunk_s: float) -> None:
-    """A client that reads at the playing rate is never refused, whatever part of the timeout a
-    chunk lasts. At less than half of that rate it is refused.
+    """A client that reads at the playing rate is never refused, whether a chunk lasts a fraction or
+    a multiple of the timeout. A client that reads at less than half of the playing rate is refused.
     """
     fps = CHUNK / chunk_s
     assert (
@@ -121,20 +125,22 @@ def test_a_client_that_catches_up_is_not_refused() -> None:
 
 
 def test_a_reader_in_bursts_is_refused_too() -> None:
-    """A client that briefly empties the queue with each read is still behind."""
+    """A client that reads in bursts, each of which briefly empties the queue, is still behind and
+    is refused.
+    """
     refused_s = seconds_until_refused(lambda now_s: 0.03, 3.0, lambda number: number % 3 > 0)
     assert refused_s == pytest.approx(TIMEOUT_S, abs=0.15)
 
 
 def test_a_slow_model_does_not_make_a_slow_reader() -> None:
-    """A client is not behind while no chunk waits for it."""
+    """A slow client is not behind while no chunk waits for it."""
     assert seconds_until_refused(lambda now_s: 0.08, 3 * TIMEOUT_S, lambda number: False) is None
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_stall_of_a_paced_stream_is_not_its_clients_fault(waits: bool) -> None:
-    """A paced stream sends at the playing rate and therefore never makes up for a stall, which is
-    not the client's fault. The server reports its pacing through `note_wait`.
+    """A paced stream sends at the playing rate and therefore never makes up for a stall. Its client
+    is not refused, because the server reports its pacing through `note_wait`.
     """
 
     async def scenario() -> None:
@@ -156,7 +162,7 @@ def test_a_stall_of_a_paced_stream_is_not_its_clients_fault(waits: bool) -> None
 
 
 def test_the_error_is_typed() -> None:
-    """The error for a slow reader has a code and a close code, and it is retryable."""
+    """The error for a slow reader has a code and a close code, and is marked as retryable."""
 
     async def slow() -> None:
         window = DeliveryWindow(0.05, FPS)
@@ -191,7 +197,7 @@ def test_a_timeout_of_zero_disables_the_check() -> None:
 
 
 def test_a_timeout_of_the_delivery_is_raised_unchanged() -> None:
-    """A TimeoutError raised by the delivery itself is not treated as a slow reader."""
+    """A TimeoutError raised by the delivery itself is not attributed to a slow reader."""
 
     async def fails() -> None:
         raise TimeoutError
@@ -201,7 +207,7 @@ def test_a_timeout_of_the_delivery_is_raised_unchanged() -> None:
 
 
 class Peer:
-    """A WebSocket that accepts one message per `seconds_a_message`."""
+    """Simulates a WebSocket that takes `seconds_a_message` to accept each message."""
 
     def __init__(self, seconds_a_message: float) -> None:
         self._seconds = seconds_a_message
@@ -229,8 +235,8 @@ def connect_peer(seconds_a_message: float) -> tuple[Peer, Connection]:
 def test_a_cancelled_group_is_sent_whole_or_not_at_all(
     cancelled_after_s: float, taken: list[bytes]
 ) -> None:
-    """A cancelled group is sent completely or not at all. The peer takes the message after a header
-    as its payload, so no other message may come between them.
+    """A cancelled group of messages is sent completely or not at all. The peer takes the message
+    after a header as the header's payload, so no other message may come between the two.
     """
 
     async def scenario() -> None:
@@ -248,8 +254,8 @@ def test_a_cancelled_group_is_sent_whole_or_not_at_all(
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
 def test_a_peer_that_does_not_read_is_closed_at_the_deadline(is_cancelled: bool) -> None:
-    """The deadline also applies to a cancelled sender, and the next send finds the connection
-    closed.
+    """The connection to a peer that does not read is closed at the deadline, even if the sender is
+    cancelled, and the next send finds the connection closed.
     """
 
     async def scenario() -> None:

@@ -55,8 +55,8 @@ def test_a_session_without_key_events_has_no_actions() -> None:
 
 
 def test_a_script_is_consumed_in_order_and_then_idle() -> None:
-    """Of a script with four entries, three act in the first chunk and one in the second chunk,
-    which is padded with idle entries.
+    """The first three of a script's four entries act in the first chunk and the fourth acts in the
+    second chunk, which is padded with idle entries.
     """
     track = ControlTrack()
     track.apply([script(W, D, A, W)], 4)
@@ -69,7 +69,7 @@ def test_a_script_is_consumed_in_order_and_then_idle() -> None:
 
 
 def test_states_and_scripts_replace_one_another() -> None:
-    """The most recent kind of event, state or script, determines the actions."""
+    """The most recent event, whether it is a state or a script, determines the actions."""
     track = ControlTrack()
     track.apply([script(W, W, W, W, W, W)])
     track.apply([states(D)])
@@ -80,7 +80,7 @@ def test_states_and_scripts_replace_one_another() -> None:
 
 
 def test_a_held_key_acts_until_it_is_released() -> None:
-    """A held key acts until it is released, and its event id is reported with it."""
+    """A held key acts until it is released, and its event id is reported for as long as it acts."""
     track = ControlTrack()
     track.apply([states(W)], 9)
     assert [track.sample(2).actions for _ in range(3)] == [[["w"], ["w"]]] * 3
@@ -105,7 +105,7 @@ def test_a_pulse_between_two_chunks_acts_for_one_entry(
     transitions: tuple[Held, ...], expected: list[list[str]]
 ) -> None:
     """If no key is held when a chunk starts, the last key that was pressed and released since the
-    previous chunk acts for one entry. Otherwise, only the newest state counts.
+    previous chunk acts for one entry. If a key is held, only the newest state has an effect.
     """
     track = ControlTrack()
     for keys in transitions:
@@ -177,8 +177,8 @@ def test_a_repeated_id_is_known_for_a_while() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """Events that no chunk consumes take up bounded memory: at most one script and two
-    transitions.
+    """Events that no chunk consumes occupy bounded memory: at most one script and two transitions
+    are stored.
     """
     track = ControlTrack()
     for number in range(10_000):
@@ -210,8 +210,8 @@ def track() -> ControlTrack:
 
 
 def test_a_rate_is_held_until_it_changes(track: ControlTrack) -> None:
-    """An event for another control leaves a held rate unchanged. Zero is the rest position and is
-    not sent.
+    """An event for another control leaves a held rate unchanged. A rate of zero is the rest
+    position and is not sent.
     """
     track.apply([state(axes={"steer": 0.5})], 1)
     track.apply([state(buttons=("w",))], 2)
@@ -222,8 +222,8 @@ def test_a_rate_is_held_until_it_changes(track: ControlTrack) -> None:
 
 
 def test_motion_is_summed_up_and_spread_over_the_next_chunk(track: ControlTrack) -> None:
-    """Motion is summed up and spread over the next chunk only. Later chunks have no motion, because
-    motion does not queue up.
+    """Motion since the previous chunk is summed and spread over the next chunk only. Later chunks
+    have no motion, because motion is not queued.
     """
     for moved in (3.0, 9.0, -6.0):
         track.apply([state(axes={"dx": moved})])
@@ -246,7 +246,7 @@ def test_motion_beyond_the_range_of_a_frame_is_dropped(track: ControlTrack) -> N
 def test_notches_come_one_a_frame(
     track: ControlTrack, notches: tuple[float, ...], expected: list[int]
 ) -> None:
-    """Each frame takes one wheel notch, and notches that exceed the frames of a chunk are
+    """Each frame gets at most one wheel notch, and notches in excess of the frames in a chunk are
     dropped.
     """
     for notch in notches:
@@ -260,7 +260,7 @@ def test_notches_come_one_a_frame(
 
 
 def test_a_button_pressed_between_chunks_acts_alongside_motion(track: ControlTrack) -> None:
-    """A button pressed and released between chunks acts for one frame, also if the chunk has
+    """A button pressed and released between chunks acts for one frame, even if the chunk also has
     motion.
     """
     track.apply(
@@ -281,7 +281,9 @@ def test_a_button_pressed_between_chunks_acts_alongside_motion(track: ControlTra
 
 
 def test_a_script_replaces_everything_and_is_taken_as_it_is(track: ControlTrack) -> None:
-    """The frames of a script keep every value unchanged, and a transition ends the script."""
+    """A script replaces all other controls, and every value in its frames is passed on unchanged. A
+    transition ends the script.
+    """
     track.apply([state(axes={"steer": 1.0, "dx": 5.0}, scroll=1)], 1)
     script = ControlScript(
         (ActionFrame(axes={"dx": 7.0}), ActionFrame(("w",)), ActionFrame(scroll=-1))
@@ -293,8 +295,8 @@ def test_a_script_replaces_everything_and_is_taken_as_it_is(track: ControlTrack)
 
 
 def test_a_chunk_reports_the_events_that_act_in_it(track: ControlTrack) -> None:
-    """A chunk reports the events that act in it: every motion event, and a rate for as long as it
-    is held, but not a rate that was replaced before the chunk.
+    """A chunk reports the events that act in it: every motion event, and every rate event while the
+    rate is held, but not a rate event that was replaced before the chunk.
     """
     assert track.apply([state(axes={"steer": 0.1})], "a") == []
     assert track.apply([state(axes={"steer": 0.2})], "b") == ["a"]
@@ -309,7 +311,9 @@ def test_a_chunk_reports_the_events_that_act_in_it(track: ControlTrack) -> None:
 def test_too_many_motion_events_are_refused_without_effect(
     track: ControlTrack,
 ) -> None:
-    """A motion event that is refused changes nothing, and a button can still be released."""
+    """A motion event that is refused because there are too many has no effect, and a button can
+    still be released.
+    """
     track.apply([state(buttons=("w",))])
     for number in range(MAX_WAITING):
         track.apply([state(axes={"dx": 0.001})], number)
@@ -342,8 +346,8 @@ updates = (
 def test_every_event_has_at_most_one_fate(
     events: list[tuple[ControlStates | ControlScript | PromptChange, int]],
 ) -> None:
-    """Every event is either applied once or superseded once. Values stay in range, and a chunk has
-    one entry per latent frame.
+    """Every event is applied at most once or superseded at most once, but never both. Values stay
+    in range, and a chunk has one entry per latent frame.
     """
     track, fates = ControlTrack(SPACE), []
     for event_id, (update, samples) in enumerate(events):
@@ -377,14 +381,14 @@ def about_y(degrees: float) -> tuple[float, float, float, float]:
 
 
 def test_without_a_command_the_camera_rests() -> None:
-    """Without a command, each pixel frame gets an identity pose."""
+    """Without a command, the camera rests: each pixel frame gets an identity pose."""
     poses_N44, progress = PoseTrack().sample(9, 3)
     np.testing.assert_array_equal(poses_N44, np.tile(np.eye(4, dtype=np.float32), (9, 1, 1)))
     assert (progress.started, progress.active, progress.completed) == ((), (), ())
 
 
 def test_a_target_is_reached_evenly() -> None:
-    """The target is the last pose of the chunk and is reached in equal steps between pixel frames.
+    """The camera reaches the target in the last pose of the chunk, in equal steps per pixel frame.
     The y axis is inverted.
     """
     track = PoseTrack()
@@ -400,8 +404,8 @@ def test_a_target_is_reached_evenly() -> None:
 def test_a_velocity_looks_up_to_the_limit_of_the_world(
     limit: dict[str, float], reached: float
 ) -> None:
-    """A velocity turns the camera up in steps of 12 degrees, as many as fit below the limit of the
-    world. The model applies the same limit.
+    """A velocity turns the camera up in steps of 12 degrees until the next step would exceed the
+    world's pitch limit. The model applies the same limit.
     """
     track, half = PoseTrack(walks=True, **limit), math.radians(12) / 2
     track.push(command("v", "velocity", turn=(-math.sin(half), 0, 0, math.cos(half))))
@@ -410,7 +414,7 @@ def test_a_velocity_looks_up_to_the_limit_of_the_world(
 
 
 def test_a_target_may_take_several_chunks() -> None:
-    """A command to reach a target is active for several chunks, until the target is reached."""
+    """A target command with a length of several chunks stays active until the target is reached."""
     track = PoseTrack()
     track.push(command("t", turn=about_y(90), chunks=2))
     first, started = track.sample(9, 3)
@@ -441,8 +445,8 @@ def test_a_velocity_is_a_step_per_latent_frame_until_replaced() -> None:
 
 
 def test_sixty_small_turns_make_a_circle() -> None:
-    """Sixty turns of 6 degrees give the identity within 1e-3, and every pose passes the check of
-    client poses.
+    """After sixty turns of 6 degrees, the pose equals the identity within 1e-3, and every pose
+    passes the check that applies to client poses.
     """
     track = PoseTrack()
     track.push(command("v", "velocity", turn=about_y(6)))
@@ -453,8 +457,8 @@ def test_sixty_small_turns_make_a_circle() -> None:
 
 
 def test_only_the_last_of_many_commands_acts() -> None:
-    """Of many commands, only the last one acts. Earlier commands start and end in the same chunk,
-    and the queue is bounded.
+    """Only the last of many commands acts. Earlier commands start and end in the same chunk, and
+    the queue is bounded.
     """
     track = PoseTrack()
     for number in range(100):
@@ -475,19 +479,19 @@ def test_a_rotation_needs_a_direction(values: tuple[float, ...]) -> None:
 
 
 class Controls(msgspec.Struct, tag="controls"):
-    """Both tracks of a stream: actions and poses."""
+    """Both control tracks of a stream: actions and poses."""
 
     track: ControlTrack
     poses: PoseTrack
 
 
 class OtherControls(Controls, tag="other"):
-    """The tracks of a stream at another endpoint."""
+    """The control tracks of a stream at another endpoint."""
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 2])
 def test_controls_continue_exactly_from_their_bytes(num_before: int) -> None:
-    """A server that reads controls from bytes continues exactly: each later chunk gets the same
+    """Controls that a server restores from bytes continue exactly: each later chunk gets the same
     controls, progress and poses.
     """
     here = Controls(ControlTrack(SPACE), PoseTrack())

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process death, SIGSTOP and a full disk at a real `vllm serve --omni`: which errors and close
-codes clients get, the exit status, and the processes and files that remain.
+"""Process death, SIGSTOP and a full disk with a real `vllm serve --omni`: the errors and close
+codes that clients get, the exit status, and the processes and files that remain.
 
 The time limits are those stated on the operations page. Each test prints its measurements (`pytest
 -s`).
@@ -97,7 +97,7 @@ class Watcher:
 
 
 def gone_after(processes: list[psutil.Process], since_s: float, timeout_s: float) -> float:
-    """Return the seconds until none of the processes runs."""
+    """Return the seconds from `since_s` until none of the processes runs."""
     psutil.wait_procs(processes, timeout=timeout_s)
     alive = [
         process for process in processes if process.is_running() and not has_ended(process.pid)
@@ -205,8 +205,9 @@ SLOW_VIDEO = (
 
 
 def test_a_full_disk_is_a_typed_error_without_leftovers(small: Served, disk: Path) -> None:
-    """On a full disk, routes that store data return 507 `storage_full`, and a running job fails
-    with that code. Everything else continues, and the routes work again once space is free.
+    """While the disk is full, routes that store data return 507 `storage_full`, and a running job
+    fails with that code. Everything else continues to work, and these routes work again once space
+    is free.
     """
     with small.client() as client:
         client.send(request(FIRST, session_id="walk"))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default size of a video is the model's own size in the engine, the endpoints and `plan`."""
+"""The default video size in the engine, the endpoints and `plan` is the size that the model was
+trained at.
+"""
 
 import json
 from pathlib import Path
@@ -61,7 +63,9 @@ def test_a_model_is_served_at_the_size_it_was_trained_at(
 def test_waypoint_frames_are_16_to_9(
     layout: str, cells: tuple[int, int], size: tuple[int, int]
 ) -> None:
-    """The grid of a Waypoint checkpoint determines which of the two sizes it was trained at."""
+    """The native size of a Waypoint model follows from the grid in its checkpoint: one of two sizes
+    with an aspect ratio of 16:9.
+    """
     height, width = cells
     grid = {"height": height, "width": width, "tokens_per_frame": height * width}
     assert WaypointConfig.from_checkpoint({**CONFIGS[layout], **grid}).native_size == size
@@ -77,8 +81,8 @@ def test_the_planner_uses_the_same_size(name: str, size: tuple[int, int]) -> Non
 
 
 def test_the_planner_uses_the_settings_of_the_world_description(tmp_path: Path) -> None:
-    """The planner uses the same settings as a server of the directory, unless an argument sets
-    another value.
+    """The planner uses the same settings as a server for that directory would, unless an argument
+    overrides them.
     """
     write_world(tmp_path / "world")
     model = model_of(str(tmp_path / "world"))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draining without a server: which work is finished or refused, and when each session is saved."""
+"""Draining, tested without a server: which work is finished or refused, and when each session is
+saved.
+"""
 
 import asyncio
 from typing import Any
@@ -16,7 +18,7 @@ from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManag
 
 
 class Keeper:
-    """Records which session was saved at which chunk."""
+    """Records at which chunk each session was saved."""
 
     def __init__(self, manager: SessionManager, fails: bool = False) -> None:
         self.saved: list[tuple[str, int]] = []
@@ -31,7 +33,7 @@ class Keeper:
 
 
 class Source(LiveChunks):
-    """Controls of a live run. A paused run waits for its client."""
+    """Controls of a live run. A paused run waits for its client for ever."""
 
     def __init__(self, paused: bool = False) -> None:
         self.paused = paused
@@ -55,8 +57,8 @@ def live(request_id: str, source: Source) -> Any:
 
 
 def test_chunks_in_flight_are_finished_and_no_other_is_started() -> None:
-    """Of a request for ten chunks, the chunks in flight are delivered. The request then ends with
-    `draining` and the index of its next chunk.
+    """When a drain starts during a request for ten chunks, the chunks in flight are delivered. The
+    request then ends with `draining` and the index of its next chunk.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
@@ -103,8 +105,8 @@ def test_a_request_that_is_complete_with_its_last_chunk_is_not_an_error() -> Non
 def test_a_live_stream_is_saved_before_its_client_gets_the_error(
     paused: bool,
 ) -> None:
-    """A live stream is saved before its client gets the error, because its session is freed with
-    the connection. A paused stream does not block the drain.
+    """A live stream is saved before its client gets the error, because its session is freed when
+    the connection closes. A paused stream does not block the drain.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
@@ -133,8 +135,8 @@ def test_a_live_stream_is_saved_before_its_client_gets_the_error(
 
 
 def test_draining_waits_until_the_last_error_is_sent() -> None:
-    """Draining waits until the last error is sent, because the server's end would otherwise close
-    the socket with another code first.
+    """Draining waits until the last error has been sent, because otherwise the server's exit could
+    close the socket with another code first.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
@@ -161,7 +163,9 @@ def test_draining_waits_until_the_last_error_is_sent() -> None:
 
 
 def test_an_idle_session_is_saved_once_and_an_empty_one_not() -> None:
-    """Of two idle sessions, only the one with an engine session is saved, and it is saved once."""
+    """Only the one of two idle sessions that has a session in the engine is saved, and it is saved
+    once.
+    """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         keeper = Keeper(manager)

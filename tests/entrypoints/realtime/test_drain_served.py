@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After SIGTERM, a real `vllm serve` finishes the chunk and saves its sessions, and the next server
-restores them.
+"""After SIGTERM, a real `vllm serve` finishes the chunk in flight and saves its sessions, and the
+next server restores them.
 """
 
 import json

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders of live video: what a client decodes, key frames, bitrate, and which encoder is chosen
-at the start.
+"""Encoders of live video: what a client decodes, key frames, bitrate, and the choice of the encoder
+at server start.
 """
 
 import io
@@ -41,7 +41,7 @@ CPU = Implementations(EncoderChoice("h264", "libx264"), EncoderChoice("jpeg", "p
 
 
 def scene(num_frames: int, height: int = 96, width: int = 160, first: int = 0) -> np.ndarray:
-    """Return smooth frames that move by two pixels per frame."""
+    """Return a smooth image that moves by two pixels per frame."""
     y, x = np.mgrid[0:height, 0 : width + 2 * (first + num_frames)]
     wide_HWC = np.stack([128 + 100 * np.sin(x / 9), 128 + 90 * np.cos(y / 7), 60 + x % 130], -1)
     return np.stack(
@@ -80,8 +80,8 @@ def psnr_db(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def test_every_frame_has_chunk_number_time_and_newest_input() -> None:
-    """Every encoded frame has its chunk, number, time and newest input. Frame n is shown n / fps
-    after the first frame of the session.
+    """Every encoded frame carries its chunk index, frame number, time and newest input. The time of
+    frame n is n / fps after the first frame of the session.
     """
     frames = stamped(scene(2), first=9, chunk=1, input_id="key-7")
     assert frames.stamps == [
@@ -94,10 +94,10 @@ def test_every_frame_has_chunk_number_time_and_newest_input() -> None:
 
 @pytest.mark.parametrize("codec", ["jpeg", "webp", "raw", "delta_gzip", "mp4", "fmp4", "h264"])
 def test_every_codec_returns_the_frames(codec: Any) -> None:
-    """Frames of each codec survive decoding with the decoder that its clients use. The tolerance is
-    36 dB for H.264, the quality for which its encoder is chosen, and 30 dB for images and files,
-    because WebP and MP4 store colours at half the resolution. Lossless codecs return the same
-    bytes.
+    """Every codec returns the frames when they are decoded with the decoder that its clients use.
+    The tolerance is 36 dB for H.264, the quality for which its encoder is chosen, and 30 dB for
+    images and files, because WebP and MP4 store colours at half the resolution. Lossless codecs
+    return the same bytes.
     """
     frames_THWC = scene(4)
     encoders = SessionEncoders(lambda: CPU)
@@ -125,7 +125,7 @@ def test_every_codec_returns_the_frames(codec: Any) -> None:
 
 
 def test_chunk_borders_need_no_key_frame() -> None:
-    """Over several chunks, only the first frame of the stream is a key frame, and every access unit
+    """In a stream of several chunks, only the first frame is a key frame, and every access unit
     gives its frame immediately.
     """
     encoder = H264Encoder("libx264", FPS)
@@ -153,8 +153,8 @@ def test_a_decoder_can_join_at_a_requested_key_frame() -> None:
 
 
 def test_the_profile_is_the_one_that_every_browser_decodes() -> None:
-    """The stream has profile 0x42 (Baseline) with the flags 0xc0, which make it Constrained
-    Baseline. Every browser decodes that profile.
+    """The stream has profile 0x42 (Baseline) with the flags 0xc0, which together mean Constrained
+    Baseline. Every browser decodes Constrained Baseline.
     """
     (part,) = H264Encoder("libx264", FPS).encode(stamped(scene(1)))
     codec = codec_string(bytes(part.data))
@@ -163,8 +163,8 @@ def test_the_profile_is_the_one_that_every_browser_decodes() -> None:
 
 
 def test_the_bitrate_changes_without_a_key_frame() -> None:
-    """Within a second, a stream of noise falls from megabits to about the new bitrate without a key
-    frame.
+    """After the bitrate of a stream of noise is lowered, the stream falls from megabits to about
+    the new bitrate within a second, without a key frame.
     """
     rng = np.random.default_rng(0)
     encoder = H264Encoder("libx264", FPS, 4_000_000)
@@ -191,7 +191,9 @@ def test_the_bitrate_stays_within_its_limits() -> None:
 
 
 def test_odd_sides_and_a_new_size_are_encoded() -> None:
-    """Odd sides are padded. A frame of a new size starts a new stream with a key frame."""
+    """Frames with odd heights or widths are padded. A frame of a new size starts a new stream with
+    a key frame.
+    """
     encoder = H264Encoder("libx264", FPS)
     odd = encoder.encode(stamped(scene(2, 47, 63)))
     assert (odd[0].width, odd[0].height) == (64, 48)
@@ -201,7 +203,7 @@ def test_odd_sides_and_a_new_size_are_encoded() -> None:
 
 
 def test_a_stream_continues_if_times_start_again() -> None:
-    """A session that starts again has frame 0 twice, and its stream continues although encoders
+    """A session that starts again sends frame 0 twice. Its stream continues, although encoders
     require increasing times.
     """
     encoder = H264Encoder("libx264", FPS)
@@ -210,7 +212,7 @@ def test_a_stream_continues_if_times_start_again() -> None:
 
 
 def test_wrong_frames_are_refused() -> None:
-    """Frames of type float are refused, because they would be encoded as noise."""
+    """Frames with a float dtype are refused, because they would be encoded as noise."""
     with pytest.raises(ValueError, match="uint8"):
         H264Encoder("libx264", FPS).encode(stamped(scene(1).astype(np.float32)))
 
@@ -219,8 +221,8 @@ def test_wrong_frames_are_refused() -> None:
 
 
 def test_a_session_keeps_its_encoder_until_it_starts_again() -> None:
-    """Chunks and requests of a session continue its stream. `reset` starts another stream with a
-    key frame.
+    """Later chunks and requests of a session continue its encoder's stream. `reset` starts a new
+    stream with a key frame.
     """
     encoders = SessionEncoders(lambda: CPU)
     spec = EncoderSpec(codec="h264", fps=FPS)
@@ -236,8 +238,8 @@ def test_a_session_keeps_its_encoder_until_it_starts_again() -> None:
 
 
 def test_a_session_holds_few_encoders() -> None:
-    """A session holds few encoders. A client that requests many formats loses the encoder that it
-    used least recently.
+    """A session holds only a few encoders. If a client requests many formats, the least recently
+    used encoder is evicted.
     """
     encoders = SessionEncoders(lambda: CPU)
     for quality in range(1, 20):
@@ -261,8 +263,8 @@ class BrokenEncoder(StatelessEncoder):
 
 
 def test_the_first_implementation_that_encodes_is_used() -> None:
-    """The first implementation that encodes is used, and the report says in one line why a faster
-    one is not.
+    """The first implementation that can encode is used, and the report states in one line why a
+    faster implementation is not used.
     """
     broken, fast = ("h264_nvenc", BrokenEncoder), ("libx264", FakeGpuEncoder)
     assert choose("h264", [broken, fast]) == EncoderChoice(
@@ -274,7 +276,7 @@ def test_the_first_implementation_that_encodes_is_used() -> None:
 
 
 def test_the_reason_has_no_arguments_of_ffmpeg() -> None:
-    """The reason omits the arguments of FFmpeg. PyAV adds the whole call to its errors, with all
+    """The reported reason omits FFmpeg's arguments. PyAV's errors contain the whole call with all
     options of the encoder.
     """
     call = "avcodec_open2(\"h264_nvenc\", {'preset': 'p4'})"
@@ -317,7 +319,9 @@ def test_nvjpeg_is_used_where_it_encodes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_machine_without_gpu_encodes_on_the_cpu() -> None:
-    """A machine without a GPU makes the same choice as one whose GPU encoders are switched off."""
+    """On a machine without a GPU, the same encoder is chosen as on a machine whose GPU encoders are
+    disabled.
+    """
     off = machine_implementations(use_gpu=False)
     assert [choice.implementation for choice in off.choices] == ["libx264", "pillow"]
     assert all("VLLM_OMNI_GPU_ENCODERS" in choice.reason for choice in off.choices)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits from the environment, `StreamInfo` of a model, start images, and back-pressure from a slow
-reader.
+"""Limits set by environment variables, the `StreamInfo` of a model, start images, and back-pressure
+from a slow reader.
 """
 
 import asyncio
@@ -41,7 +41,9 @@ LIMITS = EndpointLimits(max_image_bytes=1 << 20, max_image_pixels=1 << 20)
 
 
 def test_limits_come_from_the_environment() -> None:
-    """Each limit has an environment variable, and limits without a value keep their defaults."""
+    """Each limit can be set by an environment variable. Limits whose variable is not set keep their
+    defaults.
+    """
     limits = read_struct(
         EndpointLimits,
         {"VLLM_OMNI_IDLE_TIMEOUT_S": "1.5", "VLLM_OMNI_MAX_CONNECTIONS": "3", "OTHER": "x"},
@@ -51,7 +53,9 @@ def test_limits_come_from_the_environment() -> None:
 
 @pytest.mark.parametrize("value", ["", "x", "0", "-1", "1.5"])
 def test_a_bad_limit_names_its_variable(value: str) -> None:
-    """The error for a bad limit is one line with the variable, the value and the allowed values."""
+    """The error for an invalid limit is one line with the variable, its value and the allowed
+    values.
+    """
     with pytest.raises(ValueError, match=f"VLLM_OMNI_MAX_CONNECTIONS='{value}': Expected"):
         read_struct(EndpointLimits, {"VLLM_OMNI_MAX_CONNECTIONS": value})
 
@@ -71,8 +75,8 @@ def config(
 
 
 def test_a_family_overrides_only_the_values_that_differ(lingbot_world: Path) -> None:
-    """A model family overrides only values that differ from the defaults of a Causal Wan-like
-    world. Sizes and session limits are those of the deployment.
+    """A model family overrides only the values that differ from the defaults, which are those of a
+    model like Causal Wan. Sizes and session limits come from the deployment.
     """
     assert StreamInfo.from_vllm_config(config(), "m") == StreamInfo(
         height=64, width=128, max_sessions=3, model="m"
@@ -103,7 +107,9 @@ def test_a_family_overrides_only_the_values_that_differ(lingbot_world: Path) -> 
 def test_frames_are_cut_into_whole_chunks(
     frames: int, first: bool, sizes: list[int], rest: int
 ) -> None:
-    """A session starts with 9 + 12 k frames and continues with 12 k frames per request."""
+    """Requests are divided into whole chunks: a session starts with 9 + 12 k frames and continues
+    with 12 k frames per request.
+    """
     assert StreamInfo().split(frames, first) == (sizes, rest)
 
 
@@ -142,8 +148,8 @@ ROTATED[0x0112] = 3  # upside down
     ],
 )
 def test_odd_but_legal_images_keep_their_colours(data: bytes, colour: int) -> None:
-    """Unusual but valid images become RGB of the requested size. Colours are off by at most 3
-    because of JPEG and palettes.
+    """Unusual but valid images are converted to RGB at the requested size. Colours differ by at
+    most 3 levels because of JPEG compression and palettes.
     """
     image = load_image(data, 16, 24, LIMITS)
     assert (image.dtype, image.shape) == (np.uint8, (16, 24, 3))
@@ -181,7 +187,9 @@ def test_transparent_parts_become_white(source: Any) -> None:
 
 
 def test_half_transparent_parts_are_mixed_with_white() -> None:
-    """Black at an alpha of 128 is mixed with white and becomes middle grey."""
+    """Half-transparent pixels are mixed with white. For example, black with an alpha of 128 becomes
+    middle grey.
+    """
     assert (
         np.abs(
             load_image(np.full((8, 8, 4), (0, 0, 0, 128), np.uint8), 8, 8, LIMITS).astype(int) - 127
@@ -191,8 +199,8 @@ def test_half_transparent_parts_are_mixed_with_white() -> None:
 
 
 def test_photos_are_turned_upright() -> None:
-    """The EXIF orientation is applied: red is stored at the top of the photo and ends up at the
-    bottom.
+    """The EXIF orientation of a photo is applied: red is stored at the top of the photo and ends up
+    at the bottom.
     """
     image = load_image(encoded(SIDEWAYS, "JPEG", exif=ROTATED, quality=95), 16, 16, LIMITS)
     assert image[2, 8, 2] > 200
@@ -233,8 +241,8 @@ def bomb(width: int, height: int) -> bytes:
     ],
 )
 def test_other_data_than_allowed_images_is_refused(data: Any, code: str) -> None:
-    """Data that is not an allowed image is refused with a fixed error text, based on its header
-    where possible.
+    """Data that is not an allowed image is refused with a fixed error text. The check uses only the
+    header where possible.
     """
     with pytest.raises(EndpointError) as refused:
         load_image(data, 16, 16, LIMITS)
@@ -255,8 +263,8 @@ def make_run() -> SessionRun:
 
 
 def test_a_slow_reader_blocks_the_producer() -> None:
-    """`wait_for_reader` returns only when few enough chunks are undelivered, whatever the number of
-    messages per chunk.
+    """`wait_for_reader` returns only when few enough chunks are undelivered, however many messages
+    a chunk consists of.
     """
 
     async def scenario() -> None:

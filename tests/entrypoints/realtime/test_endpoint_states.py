@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Valid messages arrive at the camera endpoint in any order. hypothesis drives a model of the
-session over a real socket.
+"""Stateful test of the camera endpoint: hypothesis sends messages in any order over a real socket
+and compares the endpoint with a model of its sessions.
 """
 
 from typing import Any
@@ -19,8 +19,8 @@ MAX_SESSIONS = 2
 
 
 class EndpointStates(RuleBasedStateMachine):
-    """States of the endpoint. `next_chunk` holds the index of the next chunk of each live session.
-    There is one connection at a time, which may be replaced.
+    """Model of the endpoint's state. `next_chunk` holds the index of the next chunk of each live
+    session. There is only one connection at a time, but it may be replaced.
     """
 
     def __init__(self) -> None:
@@ -89,8 +89,8 @@ class EndpointStates(RuleBasedStateMachine):
 
     @rule(name=NAMES, endpoint=st.sampled_from(["reset", "close"]))
     def end(self, name: str, endpoint: str) -> None:
-        """The messages `reset` and `close` both free the session, and both succeed even if there is
-        no session.
+        """The `reset` and `close` messages both free the session, and both succeed even if the
+        session does not exist.
         """
         response = self.client.request(
             {"endpoint": endpoint, "session_id": name, "protocol_version": 1}
@@ -103,7 +103,7 @@ class EndpointStates(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def stop(self, name: str) -> None:
-        """Stop without a running request changes nothing."""
+        """A `stop` message without a running request has no effect."""
         response = self.client.request({"endpoint": "stop", "session_id": name})
         assert response["next_chunk_index"] == self.next_chunk.get(name, 0)
 
@@ -139,7 +139,7 @@ class EndpointStates(RuleBasedStateMachine):
         """Sessions outlive their connection."""
         self.client.__exit__()
         self.client = self.endpoint.client()
-        for name in self.next_chunk:  # so that no new session evicts one
+        for name in self.next_chunk:  # prevents eviction by a new session
             response = self.client.request(
                 {"endpoint": "resume", "session_id": name, "last_chunk_id": 10_000}
             )
@@ -147,8 +147,8 @@ class EndpointStates(RuleBasedStateMachine):
 
     @invariant()
     def the_engine_agrees(self) -> None:
-        """The engine holds exactly the live sessions. Between messages, nothing runs and no message
-        is left.
+        """The engine holds exactly the live sessions. Between messages, no request runs and no
+        message is undelivered.
         """
         if hasattr(self, "client"):
             assert self.client.request({"endpoint": "ping", "t": 1.0})["type"] == "pong"

@@ -43,8 +43,8 @@ def run(endpoint: EndpointServer, *arguments: object, script: str = "world_camer
 def test_a_camera_path_becomes_a_video(
     endpoint: EndpointServer, engine: FakeEngine, image: Path, tmp_path: Path
 ) -> None:
-    """Two calls of 24 poses each continue without losing a pose, and the file contains every
-    frame.
+    """Two runs of the client with 24 poses each continue one session without losing a pose, and the
+    video file contains every frame.
     """
     path = camera(48)
     np.save(tmp_path / "poses.npy", path["poses"])
@@ -75,7 +75,7 @@ def test_a_camera_path_becomes_a_video(
 def test_keys_and_every_codec(
     endpoint: EndpointServer, engine: FakeEngine, image: Path, tmp_path: Path, codec: str
 ) -> None:
-    """Every codec gives the same frames, apart from its loss."""
+    """Every codec gives the same frames, apart from its compression loss."""
     output = tmp_path / "walk.npy"
     finished = run(
         endpoint, "--image", image, "--keys", "w*2 wl - j", "--codec", codec, "--output", output
@@ -94,8 +94,8 @@ def test_keys_and_every_codec(
 def test_actions_of_any_model(
     make_endpoint: Callable[..., EndpointServer], engine: FakeEngine, tmp_path: Path, script: str
 ) -> None:
-    """Buttons and axes control a world without prompt and start image. A control that the model
-    does not have is refused by name.
+    """Buttons and axes control a world model that takes neither a prompt nor a start image. The
+    error for a control that the model does not have names the control.
     """
     axis = Axis(name="yaw", title="turn", unit="of a turn", low=-1, high=1)
     buttons = (Button("run", "run"), Button("jump", "jump"))
@@ -119,7 +119,7 @@ def test_actions_of_any_model(
 def test_a_session_may_be_named_when_it_starts(
     endpoint: EndpointServer, engine: FakeEngine, image: Path, tmp_path: Path
 ) -> None:
-    """A session that is named when it starts gets the given start image too."""
+    """The client sends the start image even if the user names the session when starting it."""
     arguments = (
         "--image",
         image,
@@ -145,7 +145,9 @@ def test_an_output_of_another_kind_is_refused_before_anything_is_made(
 def test_a_refusal_is_one_line_and_status_1(
     endpoint: EndpointServer, engine: FakeEngine, image: Path, tmp_path: Path
 ) -> None:
-    """A refusal ends the client with status 1 and one line, which is the server's error text."""
+    """If the server refuses a request, the client exits with status 1 and prints one line with the
+    server's error text.
+    """
 
     def fail(params: DiffusionParams) -> None:
         raise RequestFailed("oom", "the device ran out of memory")
@@ -212,7 +214,7 @@ class Port:
 
     def take_away(self) -> None:
         for each in self._sockets:
-            with contextlib.suppress(OSError):  # already ended
+            with contextlib.suppress(OSError):  # the connection has already ended
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
 
@@ -221,7 +223,7 @@ class Port:
         threading.Thread(target=work, args=arguments, daemon=True).start()
 
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # already removed
+        with contextlib.suppress(OSError):  # the listener has already been closed
             while True:
                 client, _ = listener.accept()
                 server = socket.create_connection(("127.0.0.1", self._server_port))
@@ -244,8 +246,8 @@ def test_a_server_that_is_restarted_is_waited_for(
     tmp_path: Path,
     comes_back: bool,
 ) -> None:
-    """While a server restarts, it refuses connections and the client waits. The walk continues at
-    the next frame, or ends with one line at the time limit.
+    """The client waits while a restarting server refuses connections. The walk then continues at
+    the next frame, or ends with a one-line error at the time limit.
     """
     endpoint = make_endpoint()
     front = Port(endpoint.port)
@@ -292,8 +294,9 @@ def test_a_walk_continues_from_the_periodic_snapshot_of_a_restarted_server(
     tmp_path: Path,
     steering: str,
 ) -> None:
-    """The restored session is two chunks behind. The client requests the missing chunks without the
-    image, and the video contains every frame once.
+    """A walk continues from the periodic snapshot of a restarted server. The restored session is
+    two chunks behind, so the client requests the missing chunks without the image, and the video
+    contains every frame once.
     """
     endpoint = make_endpoint()
     restarted = []
@@ -341,7 +344,9 @@ LIVE = "realtime_video.py"
 def test_a_live_stream_becomes_a_video(
     endpoint: EndpointServer, engine: FakeEngine, image: Path, tmp_path: Path, how: tuple[str, str]
 ) -> None:
-    """Keys steer the live stream, the prompt switches, and the file contains every frame."""
+    """The live client writes a stream to a video file: keys steer the stream, the prompt switches,
+    and the file contains every frame.
+    """
     engine.delay_s = 0.1
     output = tmp_path / "live.mp4"
     switch = ("--switch-prompt", 1, "rain")
@@ -381,8 +386,8 @@ def test_a_server_on_this_machine_is_reached_without_the_proxy(
     script: str,
     more: tuple[object, ...],
 ) -> None:
-    """A server on this machine is reached although the environment names a proxy that does not
-    respond.
+    """The client reaches a server on the same machine even if the environment names a proxy that
+    does not respond.
     """
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")

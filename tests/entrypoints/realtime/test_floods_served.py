@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client that overloads a real server has its socket closed with a reason, and other clients keep
-their service.
+"""When a client overloads a real server, its socket is closed with a reason, and other clients are
+still served.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ from vllm_omni.entrypoints.realtime.connection import codec
 from vllm_omni.session_files.snapshot import MAX_TABLE_BYTES
 
 HELD_MS = 800.0
-"""Longest delay allowed for another client while both clients run on two cores that other processes
-use too. Without the frame budget, delays of 4 s to 10 s were measured.
+"""Maximum delay of another client in milliseconds while both clients run on two cores that other
+processes use too. Without the frame budget, delays of 4 s to 10 s were measured.
 """
 
 
 def shortest_wait_ms(attack: Callable[[], float], tries: int = 3) -> float:
     """Run up to `tries` attacks until one of them delays other clients by less than `HELD_MS`, and
-    return the shortest delay. An attack that blocks the server does so in every run, whereas a busy
-    machine does not.
+    return the shortest delay. An attack that blocks the server causes a delay in every run, whereas
+    a busy machine does so only in some runs.
     """
     waits_ms: list[float] = []
     while len(waits_ms) < tries and min(waits_ms, default=HELD_MS) >= HELD_MS:
@@ -49,8 +49,8 @@ def shortest_wait_ms(attack: Callable[[], float], tries: int = 3) -> float:
     ],
 )
 def test_a_flood_of_small_frames_ends_its_own_socket_only(served: Served, data: bytes) -> None:
-    """The socket of a flooding client is closed with 1008 and the limit, while `/health` and pings
-    of other clients are still answered.
+    """The socket of a flooding client is closed with 1008 and a reason that names the limit, while
+    `/health` requests and pings of other clients are still answered.
     """
 
     def attack() -> float:
@@ -81,8 +81,8 @@ def values(count: int) -> bytes:
 def test_messages_of_many_values_end_their_own_socket_only(
     served: Served, count: int, code: str
 ) -> None:
-    """Eight sockets send messages of many values and reconnect whenever they are closed. The chunks
-    of another client continue.
+    """Another client still receives its chunks while eight sockets send messages of many values and
+    reconnect whenever they are closed.
     """
     message = values(count)
     stop, ends = threading.Event(), []
@@ -126,7 +126,9 @@ def chunk_ms(client: Client) -> float:
 
 
 def with_header(snapshot: bytes, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> bytes:
-    """Return the snapshot after `change(safetensors table, session header)`."""
+    """Return the snapshot with its header modified by `change(safetensors table, session
+    header)`.
+    """
     head = 8 + int.from_bytes(snapshot[:8], "little")
     table = json.loads(snapshot[8:head])
     header = json.loads(table["__metadata__"]["omni_session"])
@@ -146,8 +148,8 @@ def snapshot(served: Served) -> Iterator[bytes]:
 
 
 def test_a_snapshot_of_a_long_table_is_refused_by_its_first_bytes(served: Served) -> None:
-    """An upload whose table is too long is refused after the table's length, before the client has
-    sent the rest.
+    """A snapshot upload with a table that is too long is refused as soon as the table's length has
+    arrived, before the client has sent the rest.
     """
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=seconds(5))
     with contextlib.closing(connection):
@@ -211,8 +213,8 @@ def test_a_snapshot_of_a_million_tensors_is_refused_unread(served: Served, snaps
 def test_a_snapshot_has_the_limits_of_a_request(
     served: Served, snapshot: bytes, field: str, value: Any, code: str
 ) -> None:
-    """A value that is not allowed in a request is refused with the same code in each part of a
-    snapshot.
+    """A value that is not allowed in a request is refused with the same code if it occurs in any
+    part of a snapshot.
     """
     for slot in ("opening", "scalars"):
 
@@ -229,8 +231,8 @@ def test_a_snapshot_has_the_limits_of_a_request(
 
 
 def test_slow_bodies_end_and_block_no_one(served: Served, snapshot: bytes) -> None:
-    """Two uploads and a video request that arrive at one byte per second end with 408. Other
-    snapshot requests succeed meanwhile.
+    """Two uploads and a video request that arrive at one byte per second end with 408. Meanwhile,
+    other snapshot requests succeed.
     """
     ends: list[tuple[str, int, float]] = []
 
@@ -263,7 +265,7 @@ def test_slow_bodies_end_and_block_no_one(served: Served, snapshot: bytes) -> No
     pause(1)
     assert call(served, "GET", "/v1/sessions/origin/snapshot")[0] == 200
     status, body, _ = call(served, "POST", "/v1/sessions", snapshot)
-    assert (status, code_of(body)) == (503, "busy")  # third upload of the client
+    assert (status, code_of(body)) == (503, "busy")  # the client's third upload
     for thread in dripping:
         thread.join()
     print(ends)

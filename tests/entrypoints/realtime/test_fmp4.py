@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fragmented MP4: a browser can append every fragment, and all fragments joined together are one
+"""Fragmented MP4: a browser can append every fragment, and all fragments concatenated are a valid
 file.
 """
 
@@ -13,7 +13,7 @@ from vllm_omni.entrypoints.realtime.encoding.fmp4 import FragmentEncoder
 
 
 def frames(first: int, count: int, height: int = 32, width: int = 48) -> np.ndarray:
-    """Return grey frames, where frame n has the value 2 n."""
+    """Return grey frames, in which every pixel of frame n has the value 2 n."""
     numbers = 2 * np.arange(first, first + count, dtype=np.uint8)
     return np.broadcast_to(numbers[:, None, None, None], (count, height, width, 3)).copy()
 
@@ -28,8 +28,8 @@ def boxes(data: bytes) -> list[bytes]:
 
 
 def test_fragments_join_into_one_file() -> None:
-    """Chunks of 9, 12 and 12 frames join into a file of 33 frames, in order and at the given
-    rate.
+    """The fragments of chunks of 9, 12 and 12 frames concatenate to a file of 33 frames, in order
+    and at the given frame rate.
     """
     encoder = FragmentEncoder(16.0)
     parts = [
@@ -56,8 +56,8 @@ def test_a_stream_can_be_joined_in_the_middle() -> None:
 
 
 def test_fragments_carry_their_time_and_number() -> None:
-    """In each fragment, `tfdt` continues after the previous one, `mfhd` counts from 1, and data
-    offsets are relative to the fragment.
+    """Across fragments, `tfdt` continues from the previous fragment and `mfhd` counts from 1. Data
+    offsets are relative to their fragment.
     """
     encoder = FragmentEncoder(16.0)
     parts = [
@@ -90,7 +90,7 @@ def test_the_mime_type_names_the_codec() -> None:
 
 
 def test_odd_sides_are_padded() -> None:
-    """Odd sides are padded, because H.264 in yuv420p requires even sides."""
+    """Odd heights and widths are padded, because H.264 in yuv420p requires even ones."""
     video_THWC, _ = decode_mp4(FragmentEncoder(16.0).encode_fragment(frames(0, 2, 31, 47), 0))
     assert video_THWC.shape == (2, 32, 48, 3)
 

@@ -48,7 +48,7 @@ def test_a_script_in_init_steers_the_first_chunks(
     client: GenerateClient, engine: FakeEngine, script: Any, expected: list[Any]
 ) -> None:
     """A script of four entries fills a chunk of three latent frames and a part of the next chunk,
-    followed by idle entries. (U)
+    the rest of which is filled with idle entries. (U)
     """
     client.init(max_chunks=3, condition_inputs=script and {"camera_actions": script})
     for _ in range(3):
@@ -57,8 +57,8 @@ def test_a_script_in_init_steers_the_first_chunks(
 
 
 def test_events_act_from_the_next_chunk_on(client: GenerateClient, engine: FakeEngine) -> None:
-    """From the next chunk on, held keys act until they are released, and a pulse acts once. The
-    chunk reports the event's id. (U)
+    """Events take effect in the next chunk: held keys act until they are released, and a pulse acts
+    once. The chunk reports the event's id. (U)
     """
     engine.delay_s = 0.15
     client.init()
@@ -77,7 +77,9 @@ def test_events_act_from_the_next_chunk_on(client: GenerateClient, engine: FakeE
 def test_a_prompt_switches_once_and_never_in_chunk_0(
     client: GenerateClient, engine: FakeEngine
 ) -> None:
-    """Of two prompts, the later one takes effect (U), and an older key does not mask its id."""
+    """The later of two prompts takes effect once, and never in chunk 0 (U). A key event that is
+    older than a prompt does not mask the prompt's event id.
+    """
     engine.delay_s = 0.15
     client.init()
     client.event("prompt", "rain", event_id=1)
@@ -94,7 +96,7 @@ def test_a_prompt_switches_once_and_never_in_chunk_0(
 
 def test_adapters_of_init_and_of_an_event(client: GenerateClient, engine: FakeEngine) -> None:
     """Adapters may be selected in `init` and by an event. The first chunk that uses the adapters
-    has their names and strengths. A malformed list of adapters changes nothing.
+    reports their names and strengths. A malformed list of adapters has no effect.
     """
     engine.delay_s = 0.15
     client.init(lora=[{"name": "ink"}])
@@ -110,7 +112,7 @@ def test_adapters_of_init_and_of_an_event(client: GenerateClient, engine: FakeEn
 
 
 def test_a_composite_event_is_all_or_nothing(client: GenerateClient, engine: FakeEngine) -> None:
-    """One invalid part rejects the whole event. (U)"""
+    """If one part of a composite event is invalid, the whole event is rejected. (U)"""
     engine.delay_s = 0.1
     client.init()
     client.chunk()
@@ -176,7 +178,9 @@ def test_an_invalid_event_is_one_error_and_the_session_continues(
 
 
 def test_a_repeated_event_has_no_second_effect(client: GenerateClient, engine: FakeEngine) -> None:
-    """An event id that is sent again, for example by a reconnecting proxy, has no second effect."""
+    """An event whose id is sent again, for example by a reconnecting proxy, has no second
+    effect.
+    """
     engine.delay_s = 0.1
     client.init()
     client.chunk()
@@ -190,8 +194,8 @@ def test_a_repeated_event_has_no_second_effect(client: GenerateClient, engine: F
 def test_the_next_chunk_is_made_while_this_one_is_sent(
     client: GenerateClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten chunks that take 0.1 s to generate and 0.1 s to send take about one second instead of
-    two, because the next chunk is generated meanwhile. (U)
+    """Ten chunks that each take 0.1 s to generate and 0.1 s to send take about one second instead
+    of two, because the next chunk is generated while a chunk is sent. (U)
     """
     sends, took_s = handler._Client.deliver, 0.1
 
@@ -223,7 +227,7 @@ def test_a_chunk_with_a_new_event_is_not_paced(client: GenerateClient, engine: F
 
 
 def test_extensions_are_granted_by_name(extended: ExtendedClient) -> None:
-    """The first message lists the granted extensions and omits unknown ones."""
+    """The first message lists the granted extensions and omits unknown extensions."""
     extended.init(extensions=["receipts", "ping", "teleport"])
     session = extended.receive()
     assert (session["type"], session["protocol"], session["granted"]) == (
@@ -236,7 +240,7 @@ def test_extensions_are_granted_by_name(extended: ExtendedClient) -> None:
 
 
 def test_unknown_extensions_change_nothing(client: GenerateClient) -> None:
-    """A client with only unknown extensions gets no session message."""
+    """A client that requests only unknown extensions gets no session message."""
     client.init(max_chunks=1, extensions=["teleport"])
     messages = [client.connection.recv() for _ in range(2)]
     assert [
@@ -319,8 +323,8 @@ def test_pause_resume_reset_and_stop(extended: ExtendedClient, engine: FakeEngin
 def test_a_paused_session_without_messages_is_idle(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """A paused session without messages counts as idle, because it would otherwise hold its slot
-    for ever.
+    """A paused session whose client sends no messages counts as idle, because otherwise it would
+    hold its slot for ever.
     """
     with ExtendedClient(make_endpoint(idle_timeout_s=0.3).port) as client:
         client.init(extensions=["credit"])

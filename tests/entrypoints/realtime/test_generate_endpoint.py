@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Life of a session at `/v1/realtime_video/generate`, with real sockets, a real uvicorn server and
-a fake engine.
+"""Lifecycle of a session at `/v1/realtime_video/generate`, with real sockets, a real uvicorn server
+and a fake engine.
 
 (U) marks behaviour of SGLang's server that unmodified clients depend on.
 """
@@ -62,8 +62,8 @@ def client(endpoint: EndpointServer) -> Iterator[GenerateClient]:
 def test_a_bad_init_is_one_error_and_a_good_one_follows(
     client: GenerateClient, message: Any
 ) -> None:
-    """Every invalid init gets exactly one error with the known text, and the connection accepts
-    another init. (U)
+    """Every invalid `init` gets exactly one error with the text that clients expect, and the
+    connection accepts another `init`. (U)
     """
     client.send(message)
     assert client.receive() == {"type": "error", "content": "invalid generate request"}
@@ -74,8 +74,8 @@ def test_a_bad_init_is_one_error_and_a_good_one_follows(
 def test_javascript_numbers_and_unknown_keys_are_accepted(
     client: GenerateClient, engine: FakeEngine
 ) -> None:
-    """Large integers may arrive as floats, which JavaScript sends, and settings that the deployment
-    fixes may be present, which the WebUI sends. (U)
+    """Large integers may arrive as floats, because JavaScript sends them so. Settings that the
+    deployment fixes may be present, because the WebUI sends them. (U)
     """
     webui = {
         "num_frames": 9.0,
@@ -131,8 +131,8 @@ def test_a_session_may_choose_its_causal_window(
     requested: dict[str, int],
     sent: tuple[Any, Any],
 ) -> None:
-    """The first chunk contains the window that the session chose, which is at most the server's. A
-    model without this choice uses the server's window. (U)
+    """The first chunk request contains the window chosen by the session, limited to the server's
+    window. If the model does not support this choice, the server's window is used. (U)
     """
     with GenerateClient(make_endpoint(info=info).port) as client:
         client.init(
@@ -148,7 +148,9 @@ def test_a_session_may_choose_its_causal_window(
 def test_the_image_prompt_and_seed_start_the_world(
     client: GenerateClient, engine: FakeEngine
 ) -> None:
-    """Only the first chunk contains the image, prompt and seed. The default seed is 42. (U)"""
+    """Only the first chunk request contains the image, prompt and seed. The default seed is 42.
+    (U)
+    """
     client.init(max_chunks=2)
     client.chunk()
     client.chunk()
@@ -160,7 +162,7 @@ def test_the_image_prompt_and_seed_start_the_world(
 
 
 def test_idle_connections_take_no_slot(make_endpoint: MakeEndpoint) -> None:
-    """An idle connection takes no slot, even after invalid inits. (U)"""
+    """An idle connection occupies no session slot, even after invalid `init` messages. (U)"""
     endpoint = make_endpoint(info={"max_sessions": 1})
     with (
         GenerateClient(endpoint.port),
@@ -174,8 +176,8 @@ def test_idle_connections_take_no_slot(make_endpoint: MakeEndpoint) -> None:
 
 
 def test_a_full_server_waits_and_refuses(make_endpoint: MakeEndpoint, engine: FakeEngine) -> None:
-    """On a full server, a client waits and then gets one error with the known text and 1008, while
-    the running session continues. (U)
+    """On a full server, a client waits and then gets one error with the text that clients expect
+    and close code 1008, while the running session continues. (U)
     """
     assert EndpointLimits().slot_wait_s == 15
     endpoint = make_endpoint(info={"max_sessions": 1}, slot_wait_s=1.0)
@@ -194,8 +196,8 @@ def test_a_full_server_waits_and_refuses(make_endpoint: MakeEndpoint, engine: Fa
 def test_a_failed_chunk_ends_with_its_reason_and_a_close_frame(
     client: GenerateClient, engine: FakeEngine
 ) -> None:
-    """Chunks before a failed one are delivered first. The error text contains no path or
-    traceback.
+    """Chunks generated before a chunk fails are delivered before the error. The error text contains
+    no path or traceback.
     """
 
     def fail(params: DiffusionParams) -> None:
@@ -211,7 +213,9 @@ def test_a_failed_chunk_ends_with_its_reason_and_a_close_frame(
 
 
 def test_a_text_frame_does_not_end_the_session(client: GenerateClient, engine: FakeEngine) -> None:
-    """A text frame does not end the session, but the third one closes the connection with 1003."""
+    """One WebSocket text frame does not end the session, but the third closes the connection with
+    1003.
+    """
     engine.delay_s = 0.05
     client.init()
     client.chunk()
@@ -231,7 +235,7 @@ def test_an_idle_connection_is_closed_but_a_stream_is_not(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
     """An idle connection is closed with 4010 and without an error message, because the WebUI would
-    show the message for ever. A client that only watches a stream is not idle.
+    show such a message for ever. A client that only watches a stream is not idle.
     """
     endpoint = make_endpoint(idle_timeout_s=0.3)
     engine.delay_s = 0.2

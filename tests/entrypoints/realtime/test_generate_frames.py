@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of the messages of `/v1/realtime_video/generate`.
+"""The exact bytes of messages from `/v1/realtime_video/generate`.
 
 (U) marks behaviour of SGLang's server that unmodified clients depend on.
 """
@@ -74,8 +74,8 @@ STATS_FIELDS = {
 
 
 def test_messages_are_byte_for_byte_of_the_known_form(endpoint: EndpointServer) -> None:
-    """The header and the payload are one map with sixteen header fields, and the stats have
-    eighteen fields. `type` comes first, and all numbers are whole. (U)
+    """Header and payload form one map with sixteen header fields, and the stats message has
+    eighteen fields. `type` comes first, and all numbers are integers. (U)
     """
     with GenerateClient(endpoint.port) as client:
         client.init(max_chunks=1)
@@ -125,7 +125,7 @@ def test_large_payloads_are_separate_messages(
 def test_no_message_comes_between_header_and_payload(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """A hundred invalid events are answered while chunks are sent, but no answer comes between a
+    """A hundred invalid events are answered while chunks are sent, but no reply comes between a
     header and its payload. (U)
     """
     endpoint = make_endpoint(info={"width": 128, "height": 64})
@@ -134,7 +134,7 @@ def test_no_message_comes_between_header_and_payload(
         for number in range(100):
             client.event("dance", number, event_id=number)
         errors, chunks = 0, 0
-        # `receive` takes the message after a header as its payload.
+        # `receive` takes the message after a header as the header's payload.
         while chunks < 20 or errors < 100:
             message = client.receive()
             errors += message["type"] == "error"
@@ -144,7 +144,7 @@ def test_no_message_comes_between_header_and_payload(
 
 def test_chunks_are_split_by_frames(make_endpoint: MakeEndpoint) -> None:
     """A message contains at most 16 raw or 6 encoded frames, and the last message of a chunk is
-    flagged. (U)
+    marked as such. (U)
     """
     endpoint = make_endpoint(info={"latent_frames_per_chunk": 5})  # first chunk of 17 frames
     with pytest.MonkeyPatch.context() as patch:
@@ -157,8 +157,8 @@ def test_chunks_are_split_by_frames(make_endpoint: MakeEndpoint) -> None:
 
 @pytest.mark.parametrize("kind", ["jpeg", "webp"])
 def test_images_decode_to_the_size_in_the_header(client: GenerateClient, kind: str) -> None:
-    """Every frame is one file, with its length in `payload_lengths`. Frames are scaled down to the
-    preview width but never up. (U)
+    """Every frame is one image file, with its length in `payload_lengths`. Frames are scaled down
+    to the preview width but never up. (U)
     """
     client.init(
         max_chunks=1,
@@ -183,15 +183,15 @@ def test_images_decode_to_the_size_in_the_header(client: GenerateClient, kind: s
         kind,
     )
     assert header["bytes_per_frame"] == WIDTH * HEIGHT * 3
-    assert len(header) + 1 == 21  # with `payload`, as in the original
+    assert len(header) + 1 == 21  # including `payload`, as in SGLang's server
     for number, image in enumerate(images):
         assert abs(int(np.asarray(image.convert("RGB"))[8, 12, 0]) - number) <= 3
 
 
 @pytest.mark.parametrize("kind", ["raw", "delta_gzip", "delta-gzip", None])
 def test_lossless_frames_are_lossless(client: GenerateClient, kind: str | None) -> None:
-    """Lossless frames are raw bytes (U), or are XORed with the previous frame and compressed with
-    gzip for each chunk.
+    """Lossless frames are sent either as raw bytes (U), or XORed with the previous frame and
+    compressed with gzip per chunk.
     """
     client.init(max_chunks=3, realtime_output_format=kind)
     chunks = [client.chunk() for _ in range(3)]
@@ -208,8 +208,9 @@ def test_lossless_frames_are_lossless(client: GenerateClient, kind: str | None) 
 
 @pytest.mark.parametrize("num_frames", [16, 17, 40])
 def test_deltas_of_a_chunk_in_several_messages_refer_to_the_frame_before(num_frames: int) -> None:
-    """In a chunk of several messages, the first frame of a later message refers to the last frame
-    of the previous one, and the header says so. The first message of each chunk has no reference.
+    """If a chunk is sent in several messages, the first frame of each later message refers to the
+    last frame of the previous message, and the header states this. The first message of a chunk has
+    no reference frame.
     """
     frames_THWC = np.random.default_rng(0).integers(0, 256, (num_frames, 4, 6, 3), dtype=np.uint8)
     result = SimpleNamespace(frames_THWC=frames_THWC, wall_ms=1.0, world_pose_fields={})

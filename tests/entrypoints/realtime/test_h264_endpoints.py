@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""H.264 over the two WebSocket endpoints: every message contains one access unit, which is decoded
-as WebCodecs does it.
+"""H.264 over the two WebSocket endpoints: every message contains one access unit, which the tests
+decode in the way that WebCodecs does.
 """
 
 import threading
@@ -60,8 +60,8 @@ def generate(
 
 def test_requests_of_a_session_are_one_stream(client: Client) -> None:
     """The requests of a session form one stream, in which only the first frame is a key frame.
-    Frame n of the fake engine has the brightness n, and each message names its frame, its time and
-    its request.
+    Frame n of the fake engine has the brightness n, and each message contains its frame number,
+    time and request id.
     """
     messages = generate(client, FIRST) + generate(client, LATER) + generate(client, LATER, number=1)
     assert [message["first_frame"] for message in messages] == list(range(FIRST + 2 * LATER))
@@ -83,8 +83,8 @@ def test_requests_of_a_session_are_one_stream(client: Client) -> None:
 def test_a_bad_network_lowers_the_bitrate_and_loses_no_frame(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """The network has 4 Mbit/s with 2 % loss and up to 50 ms jitter, less than a stream of noise
-    needs. Every frame arrives in order, and the bitrate falls below the bandwidth.
+    """Over a network with 4 Mbit/s, 2 % loss and up to 50 ms jitter, which is too slow for a stream
+    of noise, every frame arrives in order, and the bitrate falls below the bandwidth.
     """
     engine.noise = True
     endpoint = make_endpoint(info={"height": 96, "width": 160, "fps": 24.0})
@@ -122,8 +122,8 @@ def test_a_bad_network_lowers_the_bitrate_and_loses_no_frame(
 
 
 def test_a_client_that_lost_frames_gets_a_key_frame(client: Client) -> None:
-    """A client that lost frames gets a key frame, from which a decoder can start without any
-    earlier chunk.
+    """A client that has lost frames can request a key frame, from which a decoder can start without
+    any earlier chunk.
     """
     generate(client, FIRST)
     messages = generate(client, LATER, key_frame=True)
@@ -143,14 +143,16 @@ def test_a_branch_starts_with_a_key_frame(client: Client) -> None:
 
 
 def test_a_recording_next_to_h264_is_one_file_per_chunk(client: Client) -> None:
-    """The last message of a chunk contains the chunk's recording as one file."""
+    """If a client requests a recording in addition to H.264, the last message of each chunk
+    contains the chunk's recording as one file.
+    """
     messages = generate(client, FIRST, with_mp4=True)
     assert ["mp4" in message for message in messages] == [*[False] * (FIRST - 1), True]
 
 
 def test_generate_sends_an_access_unit_per_message(endpoint: EndpointServer) -> None:
-    """The header of an access unit contains what a decoder requires, and the extension `key_frame`
-    requests a key frame.
+    """At the generate endpoint, the header of an access unit contains what a decoder requires, and
+    the `key_frame` extension requests a key frame.
     """
     with ExtendedClient(endpoint.port) as client:
         client.init(realtime_output_format="h264", extensions=["key_frame", "credit"], max_chunks=3)
@@ -173,7 +175,7 @@ def test_generate_sends_an_access_unit_per_message(endpoint: EndpointServer) -> 
 def test_an_unknown_codec_is_refused_and_nothing_starts(
     endpoint: EndpointServer, client: Client
 ) -> None:
-    """Both endpoints refuse an unknown codec by name and open no session."""
+    """Both endpoints refuse an unknown codec with an error that names it, and open no session."""
     client.send(infer(extra_body={"video_format": "av1"}))
     refusal = client.receive()
     assert (refusal["code"], refusal["param"]) == ("unsupported_codec", "video_format")
@@ -206,8 +208,8 @@ def test_the_bitrate_follows_the_client() -> None:
 def test_frames_are_sent_while_later_ones_are_encoded(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test stops the encoder before the third frame until the client has received the first
-    one.
+    """Frames are sent while later frames are encoded. The test blocks the encoder before the third
+    frame until the client has received the first frame.
     """
     go_on = threading.Event()
     encode_frame = H264Encoder._encode_frame
@@ -225,8 +227,8 @@ def test_frames_are_sent_while_later_ones_are_encoded(
 
 
 def test_the_time_of_the_encoder_is_not_the_time_of_the_network() -> None:
-    """A client measures encoding and transfer together, but a slow encoder must not lower the
-    bitrate.
+    """A slow encoder does not lower the bitrate, although the client measures the sum of encoding
+    and transfer time.
     """
     encoders = SessionEncoders(partial(machine_implementations, use_gpu=False))
     spec = EncoderSpec(codec="h264", fps=24.0)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handshakes of the realtime endpoints: origins, subprotocols, and heavy work that runs outside the
-event loop.
+"""Handshakes of the realtime endpoints: origins, subprotocols, and expensive work that runs outside
+the event loop.
 """
 
 import threading
@@ -60,8 +60,8 @@ def test_other_origins_are_refused_before_the_upgrade(make_endpoint: MakeEndpoin
 def test_an_origin_is_compared_without_its_default_port(
     origin: str, host: str, allowed: bool
 ) -> None:
-    """An origin is compared without the default port, because a proxy may add `:443` or `:80` to
-    `Host` while browsers omit it from `Origin`.
+    """An origin is compared without its default port, because a proxy may add `:443` or `:80` to
+    `Host` whereas browsers omit the port from `Origin`.
     """
     listed = {normalize_origin("https://Listed.example/")}
     assert origin_allowed(Headers({"origin": origin, "host": host}), listed) is allowed
@@ -87,8 +87,8 @@ def test_pages_from_a_file_or_any_origin_can_be_allowed(
     ],
 )
 def test_a_subprotocol_is_echoed(endpoint: EndpointServer, path: str, offered: str) -> None:
-    """A browser that sends a ticket as a subprotocol must get another subprotocol back. If none is
-    offered, none is chosen.
+    """If a client offers another subprotocol in addition to a ticket, the server selects it,
+    because browsers require this. If a client offers none, none is selected.
     """
     url = f"ws://127.0.0.1:{endpoint.port}{path}"
     with connect(url, subprotocols=["ticket.x", offered]) as first, connect(url) as second:
@@ -98,8 +98,8 @@ def test_a_subprotocol_is_echoed(endpoint: EndpointServer, path: str, offered: s
 def test_heavy_work_stays_off_the_event_loop(
     client: Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Large messages and images are decoded, and video is encoded, in threads, so other clients are
-    not delayed.
+    """Threads decode large messages and images and encode video, so that other clients are not
+    delayed.
     """
     threads: dict[str, str] = {}
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of the realtime endpoints may leave, stop reading, read slowly, flood, or be too many.
-Other clients keep their service.
+"""Misbehaving clients of the realtime endpoints, which disconnect, stop reading, read slowly, flood
+the server, or are too many. Other clients are still served.
 """
 
 import contextlib
@@ -32,9 +32,10 @@ from vllm_omni.entrypoints.realtime.generate.handler import PATHS
 from vllm_omni.entrypoints.realtime.world_camera import handler
 
 MakeEndpoint = Callable[..., EndpointServer]
-BIG = {"width": 416, "height": 240}  # a raw chunk of 12 frames is 3.6 MB, filling buffers
+BIG = {"width": 416, "height": 240}  # a raw chunk of 12 frames has 3.6 MB and fills the buffers
 BIG_INIT = {"size": "416x240"}
-# Well above the gap that `steady` allows, so the test notices a client that blocks the others.
+# The deadline is longer than the gap that `steady` allows, so that a client that blocks others
+# until the deadline fails the test.
 DEADLINE_S = 1.25
 ALL_ENDPOINTS = pytest.mark.parametrize("endpoint_name", ["generate", "video", "world camera"])
 StreamClient = GenerateClient | VideoClient | Client
@@ -127,7 +128,7 @@ def big_init(**fields: Any) -> bytes:
 
 
 def vanish(client: StreamClient) -> None:
-    """End the TCP connection with RST, as happens when a client process is killed."""
+    """Close the TCP connection with RST, as happens when a client process is killed."""
     raw = client.connection.socket
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     raw.shutdown(socket.SHUT_RD)
@@ -136,8 +137,8 @@ def vanish(client: StreamClient) -> None:
 
 @contextlib.contextmanager
 def cadence(endpoint: EndpointServer, engine: FakeEngine) -> Iterator[list[float]]:
-    """Yield the arrival times of another client's chunks while the block runs. The engine takes 50
-    ms per chunk.
+    """Yield the list to which the arrival times of another client's chunks are added while the
+    `with` block runs. The engine takes 50 ms per chunk.
     """
     engine.delay_s = 0.05
     arrivals: list[float] = []
@@ -155,15 +156,15 @@ def cadence(endpoint: EndpointServer, engine: FakeEngine) -> Iterator[list[float
         reader.start()
         yield arrivals
         before = len(arrivals)
-        # A gap at the end of the block counts too.
+        # Include a gap at the end of the `with` block.
         wait_until(lambda: len(arrivals) > before)
         client.connection.close()
     reader.join(seconds(5))
 
 
 def steady(arrivals: list[float]) -> bool:
-    """Return whether at least four of the 20 possible chunks arrive per second without a gap of a
-    second. A busy machine may cause shorter gaps.
+    """Return whether on average at least four of the 20 possible chunks arrived per second, with no
+    gap of a second or more. A busy machine may cause shorter gaps.
     """
     gaps_s = [b - a for a, b in itertools.pairwise(arrivals)]
     return len(gaps_s) >= 5 and statistics.mean(gaps_s) < 0.25 and max(gaps_s) < 1.0
@@ -174,7 +175,9 @@ def steady(arrivals: list[float]) -> bool:
 def test_leaving_aborts_the_running_chunk_at_once(
     endpoint: EndpointServer, engine: FakeEngine, endpoint_name: str, how: str
 ) -> None:
-    """When a client leaves during a chunk of 5 s, the engine is free in less than a second."""
+    """When a client disconnects during a chunk that takes 5 s, the engine is free in less than a
+    second.
+    """
     engine.delay_s = 5.0
     running = 2 if endpoint_name == "world camera" else 1
     client = connect(endpoint, endpoint_name)
@@ -195,8 +198,9 @@ def test_leaving_aborts_the_running_chunk_at_once(
 def test_a_client_that_never_reads_is_disconnected(
     make_endpoint: MakeEndpoint, engine: FakeEngine, endpoint_name: str
 ) -> None:
-    """The connection of a client that never reads ends at the send deadline. The engine does not
-    generate ahead for it, another client gets its slot, and other clients continue.
+    """The connection of a client that never reads is closed at the send deadline. Until then, the
+    engine does not generate ahead for that client. Afterwards its slot can be used by another
+    client. Other clients are not affected.
     """
     endpoint = make_endpoint(info={**BIG, "max_sessions": 2}, send_deadline_s=DEADLINE_S)
     engine.noise = endpoint_name == "video"
@@ -214,7 +218,8 @@ def test_a_client_that_never_reads_is_disconnected(
         wait_until(lambda: len(endpoint.manager) == 2)
         wait_until(lambda: len(endpoint.server.server_state.connections) == 1, DEADLINE_S + 4)
         made = len([call for call in engine.chunks if call.params.width == 416])
-        assert made <= 1  # only the first chunk has a size
+        # Only the request for a session's first chunk contains a size, so `made` counts no others.
+        assert made <= 1
         with GenerateClient(endpoint.port) as next_client:
             next_client.init(**BIG_INIT, max_chunks=1)
             next_client.chunk()
@@ -228,8 +233,8 @@ def test_a_client_that_never_reads_is_disconnected(
 def test_a_reader_at_a_quarter_of_the_rate_is_closed(
     make_endpoint: MakeEndpoint, engine: FakeEngine, endpoint_name: str
 ) -> None:
-    """After the timeout, a client that reads too slowly gets the reason and 4008. The client's slot
-    is freed, and other clients are not delayed.
+    """After the timeout, the connection of a client that reads too slowly is closed with 4008 and
+    the reason. The client's slot is freed, and other clients are not delayed.
     """
     timeout_s, bytes_per_s = 0.75, 250_000  # 0.9 s for each raw chunk
     endpoint = make_endpoint(info={**BIG, "max_sessions": 2}, slow_reader_timeout_s=timeout_s)
@@ -272,8 +277,8 @@ def test_a_reader_at_a_quarter_of_the_rate_is_closed(
 
 
 def test_a_slow_reader_slows_only_itself(make_endpoint: MakeEndpoint, engine: FakeEngine) -> None:
-    """A client that reads at the playing rate stays connected. The session generates no more than
-    its client reads, and the server buffers little for that client.
+    """A client that reads slowly, but at the playing rate, stays connected. Its session generates
+    no more than the client reads, and the server buffers little for the client.
     """
     endpoint = make_endpoint(info=BIG, send_deadline_s=DEADLINE_S)
     chunk_bytes, for_s = 12 * 160 * 96 * 3, 1.5
@@ -312,8 +317,8 @@ def test_a_reader_of_a_few_bytes_is_disconnected(
 
 
 def test_sessions_of_one_client_are_bounded(make_endpoint: MakeEndpoint) -> None:
-    """A client beyond its session limit is refused. Another API key has a separate limit, and a
-    freed slot can be used again.
+    """A client that exceeds its session limit is refused. Another API key has a separate limit, and
+    a freed slot can be used again.
     """
     endpoint = make_endpoint(sessions_per_client=2, slot_wait_s=0.2)
     clients = [GenerateClient(endpoint.port) for _ in range(3)]
@@ -340,8 +345,8 @@ def test_sessions_of_one_client_are_bounded(make_endpoint: MakeEndpoint) -> None
 def test_capacity_is_refused_a_hundred_times_and_comes_back(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """Each refusal for lack of capacity consists of one error and 1013, and no slot is lost after a
-    hundred of them.
+    """Each refusal for lack of capacity consists of one error and close code 1013, and a hundred
+    refusals lose no slot.
     """
     engine.delay_s = 0.02
     endpoint = make_endpoint(info={"max_sessions": 2}, slot_wait_s=0.001)
@@ -374,8 +379,9 @@ def test_capacity_is_refused_a_hundred_times_and_comes_back(
 def test_bytes_held_for_readers_are_bounded(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """Beyond the limit on held bytes, new sessions are refused and running ones wait for their
-    readers. When the readers have left, sessions can start again.
+    """When the server holds more undelivered bytes than allowed, new sessions are refused and
+    running sessions wait for their readers. When the readers have disconnected, sessions can start
+    again.
     """
     endpoint = make_endpoint(
         info=BIG, max_held_bytes=1_000_000, send_deadline_s=60, slot_wait_s=0.1
@@ -399,8 +405,8 @@ def test_bytes_held_for_readers_are_bounded(
 
 
 def test_connections_of_all_endpoints_are_counted_together(make_endpoint: MakeEndpoint) -> None:
-    """Connections of all endpoints count together. A connection beyond the limit is refused with
-    503 before the upgrade until another one ends.
+    """The connection limit applies to the connections of all endpoints together. A connection
+    beyond the limit is refused with 503 before the upgrade until another connection ends.
     """
     endpoint = make_endpoint(max_connections=2)
     with GenerateClient(endpoint.port), VideoClient(endpoint.port) as second:
@@ -416,7 +422,9 @@ def test_connections_of_all_endpoints_are_counted_together(make_endpoint: MakeEn
 def test_a_flood_of_controls_closes_the_connection(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """A flood of controls closes its connection with 1008, and another client keeps its rate."""
+    """The connection of a client that floods the server with controls is closed with 1008, and
+    another client still receives chunks at its rate.
+    """
     endpoint = make_endpoint(max_messages_per_s=500)
     with cadence(endpoint, engine) as arrivals:
         with GenerateClient(endpoint.port) as flood:
@@ -435,8 +443,8 @@ def test_a_flood_of_controls_closes_the_connection(
 def test_abrupt_ends_leave_nothing_behind(
     make_endpoint: MakeEndpoint, engine: FakeEngine, endpoint_name: str
 ) -> None:
-    """After sixty clients have vanished at every stage, no task, request, connection, session or
-    byte remains.
+    """After sixty clients have vanished at various stages, no task, request, connection, session or
+    held byte remains.
     """
     endpoint = make_endpoint(info={"max_sessions": 4, "session_idle_s": 0.5})
     engine.delay_s = 0.02
@@ -451,7 +459,7 @@ def test_abrupt_ends_leave_nothing_behind(
         vanish(client)
     wait_until(lambda: not engine.running and not endpoint.server.server_state.connections)
     wait_until(lambda: not engine.worlds and not len(endpoint.manager))
-    wait_until(lambda: len(endpoint.manager._tasks) == 1)  # the sweeper
+    wait_until(lambda: len(endpoint.manager._tasks) == 1)  # the task that closes idle sessions
     assert (engine.live, endpoint.manager.held_bytes, endpoint.manager.guard.num_connections) == (
         {},
         0,

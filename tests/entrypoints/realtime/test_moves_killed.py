@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kill -9` of either server while sessions move, and SIGTERM of a server whose sessions move away.
+"""`kill -9` of either server while sessions move, and SIGTERM to a server whose sessions move away.
 
-A session is never live on two servers. If a session is live on no server, its last snapshot is on
-disk.
+A session is never live on two servers. If it is live on no server, its last snapshot is on disk.
 """
 
 import asyncio
@@ -38,10 +37,10 @@ def snapshots(folder: Path) -> list[Path]:
 def test_a_killed_server_leaves_the_session_on_one_side_or_its_snapshot(
     null_world: Path, tmp_path: Path, victim: str, is_shared: bool
 ) -> None:
-    """The server is killed at a random moment while a session moves from `a` to `b`, and then
-    restarted.
+    """One of the two servers is killed at a random moment while a session moves from `a` to `b`,
+    and is then restarted.
 
-    If the servers share a directory, no file of a move is left there.
+    If the servers share a directory, the move leaves no file in it.
     """
     kept = {name: tmp_path / f"kept-{name}" for name in "ab"}
     shared = tmp_path / "shared"
@@ -101,8 +100,8 @@ def kill_server(fleet: TestFleet, name: str) -> None:
 
 
 def test_a_rolling_restart_moves_every_session(null_world: Path, tmp_path: Path) -> None:
-    """SIGTERM moves a playing session and an idle one to the other server, which continues them bit
-    for bit. Nothing is written to disk.
+    """After SIGTERM, a server moves a playing session and an idle session to the other server,
+    which continues them bit for bit. Nothing is written to disk.
     """
     kept = tmp_path / "kept"
     fleet = TestFleet(null_world, tmp_path, omni={"drain_snapshot_dir": str(kept)})
@@ -132,7 +131,7 @@ def test_a_rolling_restart_moves_every_session(null_world: Path, tmp_path: Path)
             assert signatures(frames) + signatures(client.frames()) == whole
             client.send(request(LATER, session_id="idle", image=None))
             assert signatures(client.frames())[0][0] == FIRST
-        # Without capacity elsewhere, a session is saved to disk.
+        # If no other server has capacity, a session is saved to disk.
         b.process.terminate()
         assert b.process.wait(seconds(20)) == 0
         assert len(list(kept.glob("*.safetensors"))) == 2
@@ -160,8 +159,8 @@ class Restartable:
 def test_played_streams_survive_a_rolling_restart_behind_haproxy(
     null_world: Path, tmp_path: Path
 ) -> None:
-    """Each of three servers is stopped and restarted. No stream ends, every chunk arrives once, and
-    no client waits longer than two seconds. The benchmark plays 24 streams.
+    """While three servers are stopped and restarted one after another, no stream ends, every chunk
+    arrives once, and no client waits longer than two seconds. The benchmark plays 24 streams.
     """
     benchmark = load_script(ROLLING_RESTART)
     fleet = TestFleet(null_world, tmp_path, names="abc")
@@ -180,7 +179,9 @@ def test_played_streams_survive_a_rolling_restart_behind_haproxy(
 
 
 def test_a_server_that_drains_takes_no_session(null_world: Path, tmp_path: Path) -> None:
-    """A session stays on its server if the target drains, and the operator is notified."""
+    """A server that drains accepts no sessions: the session stays on its server, and the operator
+    gets an error.
+    """
     fleet = TestFleet(null_world, tmp_path)
     try:
         a, b = fleet["a"], fleet["b"]

@@ -42,7 +42,7 @@ SLOW = {"step_ms": 60.0}
 def fleet(
     null_world: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[TestFleet]:
-    """Start servers that send snapshots, or servers that share a directory."""
+    """Start servers that send snapshots to each other, or servers that share a directory."""
     shared = tmp_path_factory.mktemp("shared") if request.param == "shared" else None
     fleet = TestFleet(null_world, tmp_path_factory.mktemp("fleet"), shared_dir=shared)
     try:
@@ -54,8 +54,8 @@ def fleet(
 
 
 def test_a_session_continues_bit_for_bit_on_another_server(fleet: TestFleet) -> None:
-    """A request of five chunks moves while it runs. The client receives every finished chunk, then
-    `moved`, and requests the rest from the other server.
+    """A session moves during a request for five chunks. The client receives every finished chunk,
+    then `moved`, and requests the remaining chunks from the other server.
     """
     path = camera(FIRST + 4 * LATER)
     a, b = fleet["a"], fleet["b"]
@@ -78,7 +78,7 @@ def test_a_session_continues_bit_for_bit_on_another_server(fleet: TestFleet) -> 
         assert 1 <= len(frames) < 5
         assert "walk" not in live_sessions(a)
         assert "walk" in live_sessions(b)
-        # A request to the first server is redirected.
+        # A later request to the first server gets `moved` with the other server.
         late = client.request(request(LATER, session_id="walk", image=None))
         assert (late["type"], late["server"]) == ("moved", "b")
     wait_for_engine_sessions(a, 0)
@@ -114,7 +114,9 @@ def test_an_idle_session_moves_there_and_back(fleet: TestFleet) -> None:
 
 
 def test_a_client_that_was_away_receives_what_it_missed(fleet: TestFleet) -> None:
-    """Replies that were not delivered stay on the first server until their client returns."""
+    """When a session moves while its client is disconnected, undelivered replies stay on the first
+    server until the client returns.
+    """
     a = fleet["a"]
     with a.client() as client:
         client.send(request(FIRST + LATER, session_id="away"))
@@ -132,8 +134,8 @@ def test_a_client_that_was_away_receives_what_it_missed(fleet: TestFleet) -> Non
 
 
 def test_refused_moves_leave_the_session(fleet: TestFleet) -> None:
-    """A move is refused, and the session stays, if the server is not listed or does not respond,
-    the key is wrong, the session is unknown, or its id is in use on the target.
+    """A move is refused, and the session stays where it is, if the target server is not listed or
+    does not respond, the key is wrong, the session is unknown, or its id is in use on the target.
     """
     a, b = fleet["a"], fleet["b"]
     with a.client() as client, b.client() as other:
@@ -161,11 +163,11 @@ def test_refused_moves_leave_the_session(fleet: TestFleet) -> None:
 GENERATE = "/v1/realtime_video/generate"
 VIDEO = "/v1/realtime/video"
 FPS = 48
-"""The server sends four chunks per second at this rate, so a session can move before its stream
-ends.
+"""Frame rate at which the server sends four chunks per second, slow enough for a session to move
+before its stream ends.
 """
 SCRIPT_KEYS = [["w"], ["w", "j"], [], ["l"], ["s", "i"]] * 5
-"""Keys of 25 latent frames, more than the chunks before the first move use."""
+"""Keys of 25 latent frames, which is more than the chunks before the first move consume."""
 
 
 def stream_url(server: Served, path: str) -> str:
@@ -174,8 +176,8 @@ def stream_url(server: Served, path: str) -> str:
 
 @pytest.mark.parametrize("path", [GENERATE, VIDEO])
 def test_a_session_whose_client_cannot_follow_stays(fleet: TestFleet, path: str) -> None:
-    """A session stays if its client speaks an original protocol, which has no message for a
-    move.
+    """A session stays on its server if its client uses an original protocol, which has no message
+    for a move.
     """
     a = fleet["a"]
     with connect(stream_url(a, path), additional_headers=AUTHORIZED, max_size=None) as socket:
@@ -195,7 +197,9 @@ def first_message(
     session_id: str | None = None,
     is_paced: bool = True,
 ) -> bytes | str:
-    """Return the first message of a client that steers a new or a continued session by a script."""
+    """Return the first message of a client that steers a new or a continued session with a
+    script.
+    """
     if path == GENERATE:
         message = {"type": "init", "prompt": "a path", "size": f"{WIDTH}x{HEIGHT}", "seed": 3}
         message |= {"first_frame": png(), "max_chunks": num_chunks, "session_id": session_id}
@@ -223,10 +227,10 @@ class Stream:
         """Number and encoded frames of each chunk received."""
         self._moves: list[threading.Thread] = []
         self.replies: list[tuple[int, dict[str, Any]]] = []
-        """Replies to `move` requests."""
+        """Status and body of the replies to requests that move the session."""
 
     def move(self, to: str) -> None:
-        """Move the session while its client continues to read."""
+        """Start moving the session in a thread while the client continues to read."""
 
         def call(source: str = self.server) -> None:
             self.replies.append(migrate(self._fleet[source], self.session_id, to))
@@ -235,7 +239,9 @@ class Stream:
         self._moves[-1].start()
 
     def messages(self) -> Iterator[tuple[dict[str, Any], ClientConnection]]:
-        """Yield every message with its connection, from the start to the planned end."""
+        """Yield every message with its connection, from the first message to the planned end of the
+        stream.
+        """
         is_over = False
         while not is_over:
             url = stream_url(self._fleet[self.server], self._path)
@@ -294,7 +300,7 @@ def test_a_live_stream_continues_bit_for_bit(fleet: TestFleet, path: str) -> Non
     """A live stream continues bit for bit, including its script and its timed prompt, when it moves
     to another server and back.
     """
-    still = Stream(fleet, path, 12, is_paced=False)  # same frames, generated faster
+    still = Stream(fleet, path, 12, is_paced=False)  # the same frames, generated faster
     for _ in still.messages():
         pass
     assert [index for index, _ in still.chunks] == list(range(12))
@@ -312,8 +318,8 @@ def test_a_live_stream_continues_bit_for_bit(fleet: TestFleet, path: str) -> Non
 
 
 def test_an_interaction_with_receipt_acts_on_the_other_server(fleet: TestFleet) -> None:
-    """An interaction that arrives while the session moves is either confirmed and acts, or is
-    ignored.
+    """An interaction that arrives while the session moves is either confirmed and takes effect on
+    the other server, or ignored.
     """
     stream, numbers = Stream(fleet, VIDEO, 20), itertools.count()
     confirmed, acted, servers = set(), set(), set()
@@ -329,7 +335,7 @@ def test_an_interaction_with_receipt_acts_on_the_other_server(fleet: TestFleet) 
                     interaction: dict[str, Any] = {"event_id": f"event-{number}"}
                     interaction["event"] = {"multi_modal_data": {"actions": actions}}
                     sent = {"type": "session.interaction", "interaction": interaction}
-                    with contextlib.suppress(ConnectionClosedOK):  # `moved` is not read yet
+                    with contextlib.suppress(ConnectionClosedOK):  # `moved` has not been read yet
                         socket.send(json.dumps(sent))
             case "session.interaction.queued":
                 confirmed.add(message["event_id"])
@@ -384,7 +390,9 @@ def test_the_routes_of_other_servers_require_the_operators_key(fleet: TestFleet)
 
 
 def test_a_prepared_session_is_hidden_and_ends_without_a_commit(fleet: TestFleet) -> None:
-    """Only a commit makes a prepared session live. After the end of a move, a commit is refused."""
+    """A prepared session is not live before a commit. After a move has been ended, a commit is
+    refused.
+    """
     a, b = fleet["a"], fleet["b"]
     with a.client() as client:
         client.send(request(FIRST, session_id="half"))
@@ -400,8 +408,8 @@ def test_a_prepared_session_is_hidden_and_ends_without_a_commit(fleet: TestFleet
 
 
 def test_the_example_client_follows_its_session(fleet: TestFleet, tmp_path: Path) -> None:
-    """The frames of the example client are bit-identical to those of a session that does not
-    move.
+    """The example client follows its session to other servers, and its frames are bit-identical to
+    those of a session that does not move.
     """
     a, b = fleet["a"], fleet["b"]
     arguments = ["--image", start_image(tmp_path), "--keys", "w*24", "--codec", "ndarray_u8"]
@@ -425,7 +433,9 @@ def test_the_example_client_follows_its_session(fleet: TestFleet, tmp_path: Path
 def test_the_live_example_follows_its_session(
     fleet: TestFleet, tmp_path: Path, endpoint: str
 ) -> None:
-    """The file of the live example has the same frames as a session that does not move."""
+    """The live example follows its session to other servers, and its video file has the same frames
+    as that of a session that does not move.
+    """
     url = f"ws://127.0.0.1:{fleet['a'].port}"
     arguments = [EXAMPLES / "realtime_video.py", "--server", url, "--api-key", KEY, "--keys", "w*9"]
     arguments += ["--image", start_image(tmp_path), "--size", f"{WIDTH}x{HEIGHT}", "--chunks", 60]
@@ -444,8 +454,8 @@ def test_the_live_example_follows_its_session(
 
 @contextlib.contextmanager
 def moving_about(fleet: TestFleet) -> Iterator[list[int]]:
-    """Repeatedly move every playing session, and yield the list of chunks at which sessions
-    moved.
+    """Repeatedly move every playing session while the `with` block runs, and yield the list of
+    chunk indices at which sessions moved.
     """
     stop = threading.Event()
     moves: list[int] = []

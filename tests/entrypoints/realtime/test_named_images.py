@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named images at the three realtime endpoints: the tensors that the engine gets, and the errors
+"""Named images at the three realtime endpoints: the tensors that reach the engine, and the errors
 for invalid images.
 """
 
@@ -55,8 +55,8 @@ def test_the_greeting_lists_the_images_of_the_model(endpoint: EndpointServer) ->
 def test_images_come_with_the_first_chunk_in_their_own_size(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """Named images may be a file, a data: URL or an array, and keep their own size. The start image
-    gets the size of the video.
+    """Named images may be sent as a file, a data: URL or an array, and keep their own size. The
+    start image is resized to the size of the video.
     """
     with endpoint.client() as client:
         client.send(infer(FIRST + 12, images={"head": HEAD, "back": data_url(BACK)}))
@@ -107,8 +107,8 @@ def test_a_restart_may_have_other_images(endpoint: EndpointServer, engine: FakeE
 def test_bad_images_are_refused(
     endpoint: EndpointServer, engine: FakeEngine, images: Any, code: str, says: str
 ) -> None:
-    """The error for a bad image names what is allowed, and the connection accepts another
-    request.
+    """A bad image is refused with an error that names what is allowed, and the connection accepts
+    further requests.
     """
     with endpoint.client() as client:
         response = client.request(infer(images=images))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request ids, spans, quotas, metrics and logs of a real `vllm serve --omni`, as an operator needs
-them.
+"""What an operator gets from a real `vllm serve --omni`: request ids, spans, quotas, metrics and
+logs.
 
-The shared server logs text. The server `operated` logs JSON, exports spans to a collector in this
-process, and has quotas.
+The shared server logs text. The server of the `operated` fixture logs JSON, exports spans to a
+collector in this process, and has quotas.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ def collector() -> Iterator[Collector]:
 def operated(
     null_world: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector
 ) -> Iterator[Served]:
-    """Start a server with two keys, one of which has a small quota."""
+    """Start a server with two API keys, one of which has a small quota."""
     folder = tmp_path_factory.mktemp("operated")
     quotas = folder / "quotas.toml"
     digest = hashlib.sha256(SMALL_KEY.encode()).hexdigest()
@@ -98,8 +98,9 @@ def walk(server: Served, session_id: str, headers: dict[str, str], num_chunks: i
 def test_every_http_response_carries_one_request_id(
     kind: str, request: pytest.FixtureRequest
 ) -> None:
-    """Every response has the client's request id or a new one, even for refusals and unknown
-    routes, and with vLLM's own flag for request ids, which `operated` sets.
+    """Every response contains the client's request id or a new one, including responses for
+    refusals and unknown routes. This also holds with vLLM's own flag for request ids, which the
+    `operated` server sets.
     """
     server: Served = request.getfixturevalue(kind)
     for path, status in (("/health", 200), ("/v1/models", 401), ("/v1/nothing", 401), ("/", 307)):
@@ -130,8 +131,8 @@ def test_a_handshake_carries_the_request_id_whether_it_succeeds_or_not(served: S
 
 
 def test_every_line_of_a_session_names_it_and_the_request(served: Served) -> None:
-    """Log lines of a session, of its connection, and of uvicorn about the handshake name the
-    session and the request.
+    """Log lines of a session, log lines of its connection, and uvicorn's log lines about the
+    handshake contain the session id and the request id.
     """
     before = len(served.log)
     walk(served, "logged-session", {**AUTHORIZED, "X-Request-Id": "logged-request"})
@@ -190,8 +191,8 @@ def test_json_lines_have_the_ids_as_fields(operated: Served) -> None:
 def test_spans_of_a_session_belong_to_the_callers_trace(
     operated: Served, collector: Collector
 ) -> None:
-    """For two chunks, each span appears once per chunk, with the right parent and within the
-    parent's time.
+    """The spans of a session belong to the caller's trace. Each span appears once for each of two
+    chunks, with the right parent and within the parent's time.
     """
     walk(operated, "traced", {**AUTHORIZED, "traceparent": f"00-{TRACE_ID}-{CALLER_SPAN}-01"})
     wait_until(lambda: any(span.name == "session" for span in collector.spans(TRACE_ID)), 20)
@@ -259,9 +260,9 @@ def test_a_traceparent_without_tracing_is_ignored(served: Served) -> None:
 
 
 def test_a_key_beyond_its_quota_is_refused_at_the_socket_and_over_http(operated: Served) -> None:
-    """A key beyond its quota gets a typed error with a time for a second session, a fourth chunk
-    and an HTTP request. Other keys are not affected. Metrics use the key's name, and the log
-    contains no key.
+    """A key that exceeds its quota gets a typed error with a retry time for a second session, a
+    fourth chunk and an HTTP request. Other keys are not affected. Metrics contain the key's name,
+    and the log contains no key.
     """
     with operated.client(**SMALL) as client:
         client.send(request(FIRST, session_id="small"))
@@ -306,7 +307,7 @@ def expressions() -> Iterator[str]:
 
 
 def exported(page: str) -> dict[str, set[str]]:
-    """Return {metric: its label names} of all samples on a metrics page."""
+    """Return {metric: its label names} for all samples on a metrics page."""
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
@@ -315,7 +316,7 @@ def exported(page: str) -> dict[str, set[str]]:
 
 
 def unknown_names(expression: str, known: dict[str, set[str]]) -> list[str]:
-    """Return the metrics and labels of an expression that are on no metrics page."""
+    """Return the metrics and labels in an expression that are not in `known`."""
     missing = []
     selectors = re.findall(r"\b((?:omni_|vllm:)\w+)(?:\{([^}]*)\})?", expression)
     for name, selector in selectors:
@@ -335,7 +336,7 @@ def unknown_names(expression: str, known: dict[str, set[str]]) -> list[str]:
 
 def test_the_server_exports_the_metrics_of_rules_and_dashboard(operated: Served) -> None:
     """After failed and late chunks, a refusal and a video job, the server exports every metric and
-    label that the examples use.
+    label that the example rules and dashboard use.
     """
     with operated.client(**AUTHORIZED, **{"X-Request-Id": "engine-line"}) as client:
         failed = client.request(
@@ -386,8 +387,8 @@ def metrics(server: Served) -> str:
 
 
 def test_the_start_is_quiet(operated: Served) -> None:
-    """The log of a start contains no traceback, no warning about a known variable, no line per
-    route, and none per refused handshake. The important lines are present.
+    """The log of a server start contains the important lines but no traceback, no warning about a
+    known variable, no line per route, and no line per refused handshake.
     """
     url = f"ws://127.0.0.1:{operated.port}/v1/realtime/world/camera"
     for headers in ({}, {**AUTHORIZED, "Origin": "https://elsewhere.example"}):

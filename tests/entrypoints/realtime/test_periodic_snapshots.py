@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Periodic snapshots without a server: when a session is saved, when its file is deleted, and which
-server restores it.
+"""Periodic snapshots, tested without a server: when a session is saved, when its file is deleted,
+and which server restores it.
 """
 
 import asyncio
@@ -30,7 +30,9 @@ PERIOD_S = 0.05
 
 
 class Writer:
-    """Simulates the engine: writes the index of the next chunk after `delay_s`, or fails."""
+    """Simulates the engine's snapshot writer: it writes the index of the next chunk after
+    `delay_s`, or fails.
+    """
 
     def __init__(self, manager: SessionManager) -> None:
         self.manager, self.delay_s, self.cost_s = manager, 0.0, 0.0
@@ -84,7 +86,7 @@ def test_a_session_is_saved_after_a_new_chunk_and_its_file_is_deleted_with_it(
     tmp_path: Path,
 ) -> None:
     """A session has one snapshot file, which is replaced after a new chunk and deleted with the
-    session. An unchanged session is not written again.
+    session. An unchanged session is not saved again.
     """
 
     async def test(
@@ -132,8 +134,8 @@ def test_a_session_that_ends_during_a_snapshot_leaves_no_file(tmp_path: Path) ->
 
 
 def test_snapshots_of_a_dead_engine_stay(tmp_path: Path) -> None:
-    """The snapshots of a dead engine stay, although the endpoints free the sessions of the clients
-    that they disconnect after a crash.
+    """The snapshots of a dead engine stay on disk, although the endpoints disconnect the clients
+    and free their sessions after a crash.
     """
 
     async def test(
@@ -155,8 +157,8 @@ def test_snapshots_of_a_dead_engine_stay(tmp_path: Path) -> None:
 def test_a_full_disk_affects_the_snapshot_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If the disk is full, the failure is logged once, the previous snapshot stays, and the next
-    period tries again.
+    """If the disk is full, the failure is logged once, the previous snapshot stays, and saving is
+    retried in the next period.
     """
 
     async def test(
@@ -182,8 +184,8 @@ def test_a_full_disk_affects_the_snapshot_only(
 
 
 def test_snapshots_take_a_bounded_share_of_time(tmp_path: Path) -> None:
-    """After a snapshot that took 10 ms of engine time, the next one follows no earlier than two
-    thirds of a second later.
+    """Snapshots take at most a fixed share of engine time: after a snapshot that took 10 ms of
+    engine time, the next snapshot follows no earlier than two thirds of a second later.
     """
 
     async def test(
@@ -205,8 +207,8 @@ def test_snapshots_take_a_bounded_share_of_time(tmp_path: Path) -> None:
 
 
 def test_a_drain_replaces_the_periodic_snapshot(tmp_path: Path) -> None:
-    """A drain saves the session under the name that any server restores, and deletes its periodic
-    snapshot.
+    """A drain saves the session under a file name that any server restores, and deletes the
+    session's periodic snapshot.
     """
 
     async def test(
@@ -232,8 +234,8 @@ def test_a_drain_replaces_the_periodic_snapshot(tmp_path: Path) -> None:
 
 
 def test_only_files_of_dead_servers_are_restored(tmp_path: Path) -> None:
-    """Of several files of a session, the newest one is restored. Snapshots of live servers stay,
-    and day-old ones are deleted.
+    """If a session has several snapshot files, the newest is restored. Snapshots of live servers
+    stay untouched, and day-old snapshots are deleted.
     """
     living, dead = StagingDirectory(tmp_path), StagingDirectory(tmp_path)
     key, other = ("anonymous", "walk"), ("anonymous", "other")
@@ -267,7 +269,9 @@ def test_only_files_of_dead_servers_are_restored(tmp_path: Path) -> None:
 def test_an_entry_that_is_no_snapshot_is_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A directory, a FIFO or a file that is not a snapshot stays in place, and the log names it."""
+    """A directory, a FIFO or a file that is not a snapshot is skipped, stays in place, and is named
+    in the log.
+    """
     retained = tmp_path / "retained"
     retained.mkdir()
     names = [f"{digit * 32}.session.safetensors" for digit in "abc"]

@@ -33,8 +33,8 @@ __all__ = ["disk"]
 CHECKPOINT_S = 0.2
 KILLED = -9
 SLOW = {"step_ms": 60.0}
-CHUNKS = 9  # the largest number in one request
-KILLS = int(os.environ.get("VLLM_OMNI_KILLS", "1"))  # per kind; twenty take half an hour
+CHUNKS = 9  # the maximum in one request
+KILLS = int(os.environ.get("VLLM_OMNI_KILLS", "1"))  # per kind; 20 take half an hour
 
 Start = Callable[..., Served]
 
@@ -52,7 +52,7 @@ def start(null_world: Path, tmp_path: Path, retained: Path) -> Iterator[Start]:
 
 
 def snapshots(folder: Path) -> dict[str, int]:
-    """Return {session id: index of its next chunk} for the files of a folder."""
+    """Return {session id: index of its next chunk} for the snapshot files in a folder."""
     found = {}
     for path in folder.glob("*.session.safetensors"):
         with contextlib.suppress(FileNotFoundError):  # replaced meanwhile
@@ -69,8 +69,8 @@ def victim_of(server: Served, kind: str) -> psutil.Process:
 
 
 def walk(client: Any, frames: list[dict[str, Any]], until_s: float) -> tuple[str, float]:
-    """Receive frames until the connection ends. Return the code of the last error, or "", and the
-    time.
+    """Receive frames until the connection ends. Return the code of the last error (or "") and the
+    time at which the connection ended.
     """
     code = ""
     with contextlib.suppress(ConnectionClosed):
@@ -98,8 +98,9 @@ def rest_of(path: dict[str, Any], chunk: int) -> dict[str, Any]:
 def test_a_walk_continues_after_kill_9_and_a_restart(
     start: Start, retained: Path, kind: str
 ) -> None:
-    """Frames after the snapshot equal those of an uninterrupted walk, and an idle session is
-    restored too. The client learns at which chunk its session resumes.
+    """After `kill -9` and a restart, frames after the snapshot equal those of an uninterrupted
+    walk, and an idle session is restored too. The client is notified at which chunk its session
+    resumes.
 
     The worker has a separate process only in the test case that kills it, because starting one
     takes seconds.
@@ -126,7 +127,7 @@ def test_a_walk_continues_after_kill_9_and_a_restart(
     saved = snapshots(retained)["walk"]
 
     second = start(*processes)
-    # A second crash would lose nothing either.
+    # The restored snapshots stay on disk, so a second crash would not lose them.
     assert snapshots(retained) == {"idle": 1, "walk": saved}
     with second.client() as client:
         resumed = client.request(
@@ -152,8 +153,8 @@ def test_a_walk_continues_after_kill_9_and_a_restart(
 def test_every_kind_of_process_is_killed_and_every_restart_resumes(
     start: Start, retained: Path
 ) -> None:
-    """The exit status is the documented one, clients get an error within a second, no process
-    remains after 5 s, and the next server resumes.
+    """After each kill, the exit status is the documented one, clients get an error within a second,
+    no process remains after 5 s, and the next server resumes the sessions.
 
     The server that starts after one kill is the target of the next kill.
     """
@@ -200,7 +201,8 @@ def test_every_kind_of_process_is_killed_and_every_restart_resumes(
             assert signatures(again.frames())[0][0] == FIRST + LATER * (saved - 1)
             again.request({"endpoint": "close", "session_id": name})
         reported = max(reported_s, silent_reported_s) - killed_s
-        # The kernel closes the sockets of a killed server after it has freed its memory.
+        # The kernel closes the sockets of a killed server only after it has freed the server's
+        # memory.
         if reported > (5.0 if kind == "server" else 1.0):
             late.append((number, kind, reported))
         lost = len(frames) - saved
@@ -215,7 +217,8 @@ def test_every_kind_of_process_is_killed_and_every_restart_resumes(
             }
         )
         note(seen)
-    # Check this at the end, because a busy machine only delays the errors.
+    # Check the delays only at the end, because on a busy machine errors may be late without being
+    # lost.
     assert late == []
 
 
@@ -226,7 +229,7 @@ def owner_of(path: Path) -> str:
 
 
 def note(seen: dict[str, list[dict[str, float]]]) -> None:
-    """Print the measurements taken until now, and write them to a file if requested."""
+    """Print the measurements taken so far, and write them to a file if requested."""
     figures = {
         kind: {"kills": len(kills)}
         | {

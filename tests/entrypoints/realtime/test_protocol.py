@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of the realtime endpoints: any decoded value is either a message or an
+"""Parsing of realtime endpoint messages: any decoded value gives either a message or an
 `EndpointError`.
 """
 
@@ -63,7 +63,7 @@ def test_whole_floats_are_integers() -> None:
 
 def test_unknown_keys_are_ignored_and_null_is_absent() -> None:
     """Unknown keys are ignored and null means absent, because other clients of this protocol send
-    extra keys, and null for unset ones.
+    extra keys and send null for unset fields.
     """
     message = protocol.parse(
         infer(robot="arm", session_id=None, extra_body={"session_id": None, "zoom": 3}), LIMITS
@@ -72,8 +72,8 @@ def test_unknown_keys_are_ignored_and_null_is_absent() -> None:
 
 
 def test_only_the_given_options_reach_the_model() -> None:
-    """Named settings and `options` are merged into one map. Options that are not given are omitted,
-    because the model has defaults for them.
+    """Named settings and `options` are merged into one map, which contains only the options that
+    the client sent, because the model has defaults for the others.
     """
     extra = {"num_inference_steps": 3, "options": {"shift": 5.0}}
     message = protocol.parse(infer(extra_body=extra), LIMITS)
@@ -98,7 +98,9 @@ def test_session_ids_are_unguessable_and_legal() -> None:
 )
 @settings(max_examples=300, deadline=None)
 def test_any_decoded_value_is_a_message_or_an_endpoint_error(value: object) -> None:
-    """A decoded value of any type, range and keys is either a message or raises `EndpointError`."""
+    """A decoded value of any type, with any range and keys, either is a message or raises
+    `EndpointError`.
+    """
     understand(decode(encode(value)).value if isinstance(value, dict) and _fits(value) else value)
 
 
@@ -116,7 +118,7 @@ def _fits(value: dict) -> bool:
     ("count", "seed"), [(30_000, 1), pytest.param(10_000_000, 2, marks=pytest.mark.nightly)]
 )
 def test_mutated_messages_end_in_documented_errors(count: int, seed: int) -> None:
-    """Decoders and parsers of all endpoints raise only documented errors for mutated messages, and
-    their memory is bounded.
+    """For mutated messages, the decoders and parsers of all endpoints raise only documented errors,
+    and their memory use is bounded.
     """
     check(fuzz(count, seed))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of the realtime endpoints after a key has used up its quota."""
+"""Errors at the realtime endpoints after a key has used up its quota."""
 
 import base64
 from collections.abc import Callable
@@ -54,8 +54,8 @@ def test_a_session_beyond_the_quota_is_refused_with_a_time(
 def test_a_request_beyond_the_chunks_of_a_minute_changes_nothing(
     client: Client, endpoint: EndpointServer
 ) -> None:
-    """A request that has started is finished, and its debt delays the next one. A refused request
-    leaves the session unchanged, even with `restart`.
+    """A request that has started is finished even if it exceeds the quota, and the excess delays
+    the next request. A refused request leaves the session unchanged, even with `restart`.
     """
     clock = Clock()
     endpoint.manager.quotas = quotas(clock, chunks_per_minute=2)
@@ -81,7 +81,7 @@ def test_a_request_beyond_the_chunks_of_a_minute_changes_nothing(
 def test_a_stream_delivers_its_quota_and_ends_with_the_reason(
     endpoint: EndpointServer, limits: dict[str, int], delivered: tuple[int, ...]
 ) -> None:
-    """An endless stream is charged per chunk. The chunk that exhausts the quota of bytes is still
+    """An endless stream is charged per chunk. The chunk that exhausts the byte quota is still
     delivered, and the stream then ends with the reason.
     """
     endpoint.manager.quotas = quotas(Clock(), **limits)
@@ -95,7 +95,7 @@ def test_a_stream_delivers_its_quota_and_ends_with_the_reason(
 
 
 class Charges(Quotas, Allowance):
-    """Counts the charged chunks and refuses nothing."""
+    """Counts charged chunks and never refuses."""
 
     def __init__(self) -> None:
         self.chunks = 0
@@ -110,8 +110,8 @@ class Charges(Quotas, Allowance):
 def test_a_client_that_reconnects_pays_once_for_a_chunk(
     make_endpoint: Callable[..., EndpointServer],
 ) -> None:
-    """When the same request continues on another connection, only chunks that have not been
-    generated yet are charged.
+    """When a client continues the same request on another connection, only chunks that have not
+    been generated yet are charged.
     """
     endpoint = make_endpoint()
     endpoint.engine.delay_s = 0.05

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionRecorder` records every chunk in order, including cancelled ones. The recording of a
+"""`SessionRecorder` records every chunk in order, including cancelled chunks. The recording of a
 branch contains its parent's chunks.
 """
 
@@ -60,7 +60,7 @@ def recorded(folder: Path, session_id: str) -> list[tuple[int, int, str | None]]
 
 
 def test_a_session_is_recorded_chunk_by_chunk_and_a_branch_with_its_past(tmp_path: Path) -> None:
-    """A cancelled chunk that is requested again is recorded once, and a refused one is not
+    """A cancelled chunk that is requested again is recorded once, and a refused chunk is not
     recorded.
     """
     engine, recorder = FakeEngine(), SessionRecorder(tmp_path / "new", HEADER)

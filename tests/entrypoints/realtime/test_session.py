@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions without an endpoint: committed and retained chunks, and interrupted requests."""
+"""Sessions, tested without an endpoint: committed and retained chunks, and interrupted requests."""
 
 import asyncio
 import threading
@@ -45,10 +45,10 @@ def job(
     restart: bool = False,
     fps: float | None = None,
 ) -> SessionJob:
-    """Return a request that uses the chunk index as its reply.
+    """Return a request whose reply for each chunk is the chunk's index.
 
     Args:
-        source: Source of the controls. None is a camera path of `num_frames` poses.
+        source: Source of the controls. None selects a camera path of `num_frames` poses.
     """
 
     def render(chunk: FinishedChunk) -> list[bytes]:
@@ -70,7 +70,7 @@ def job(
 
 
 async def ended(run: SessionRun) -> EndpointError | None:
-    """Wait for the end of a run without following it."""
+    """Wait until a run has ended, without receiving its replies."""
     assert run.task is not None
     await asyncio.wait([run.task])
     await asyncio.sleep(0)
@@ -96,8 +96,8 @@ def payloads(run: SessionRun) -> list[bytes]:
 
 
 def test_finished_chunks_of_a_cancelled_request_are_retained() -> None:
-    """When a request is cancelled, chunk 0 is being rendered, chunk 1 is finished and chunk 2 runs.
-    Chunks 0 and 1 are in the delivery log, and the result of chunk 2 is unknown.
+    """A request is cancelled while chunk 0 is being rendered, chunk 1 is finished and chunk 2 is
+    running. Chunks 0 and 1 are retained in the delivery log, and the result of chunk 2 is unknown.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
@@ -123,8 +123,8 @@ def test_finished_chunks_of_a_cancelled_request_are_retained() -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_the_position_after_an_abort_is_read_from_the_engine(late: bool) -> None:
-    """After an abort, a new request continues at the engine's next chunk, whereas the interrupted
-    request requires its own index.
+    """After an abort, a new request continues at the engine's next chunk. Repeating the interrupted
+    request requires a resync if the engine has committed the aborted chunk.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
@@ -135,7 +135,7 @@ def test_the_position_after_an_abort_is_read_from_the_engine(late: bool) -> None
         session.cancel()
         await ended(cut)
         engine.delay_s = 0.0
-        if late:  # committed before the abort arrived
+        if late:  # the chunk was committed before the abort arrived
             next(iter(engine.worlds.values())).chunk_index += 1
         again = session.submit(job(2 * LATER, "cut"))
         error = await ended(again)
@@ -154,7 +154,7 @@ def test_the_position_after_an_abort_is_read_from_the_engine(late: bool) -> None
 
 
 def test_a_request_cancelled_before_it_started_still_ends() -> None:
-    """A request that is cancelled before its task has run must not leave the session busy."""
+    """A request that is cancelled before its task has run does not leave the session busy."""
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         run = session.submit(job(FIRST, "r", image=True))
@@ -170,8 +170,8 @@ def test_a_request_cancelled_before_it_started_still_ends() -> None:
 
 
 def test_a_repeated_request_after_other_requests_is_out_of_date() -> None:
-    """A repeated request is out of date if another one has advanced the session since it was
-    interrupted.
+    """A repeated request is out of date if another request has advanced the session since the
+    interruption.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
@@ -194,8 +194,8 @@ def test_a_repeated_request_after_other_requests_is_out_of_date() -> None:
 
 
 def test_inputs_are_freed_when_a_request_ends() -> None:
-    """A request frees its inputs when it ends, because 64 retained requests must not hold 64 start
-    images.
+    """A request frees its inputs when it ends, because otherwise 64 retained requests could hold 64
+    start images.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
@@ -209,13 +209,13 @@ def test_inputs_are_freed_when_a_request_ends() -> None:
 
 
 def test_a_live_request_paused_before_its_chunk_continues_later() -> None:
-    """A live request that is paused before its chunk continues later and does not end as if it were
+    """A live request that is paused before its chunk continues later. It does not end as if it were
     complete.
     """
 
     class PausedAgain(LiveChunks):
-        """Simulates a run that is paused again after it was ready: it becomes ready only after the
-        second wait.
+        """Simulates a run that is paused again after its first wait: it becomes ready only after
+        the second wait.
         """
 
         num_chunks = 2
@@ -242,7 +242,7 @@ def test_a_live_request_paused_before_its_chunk_continues_later() -> None:
 
 
 def sent(info: StreamInfo, fps: float | None) -> list[DiffusionParams]:
-    """Return the parameters of three chunks of one request."""
+    """Return the engine parameters of the three chunks of one request."""
 
     async def run() -> list[DiffusionParams]:
         engine = FakeEngine()
@@ -285,8 +285,8 @@ def test_deadlines_are_sent_only_to_an_engine_that_uses_them() -> None:
 
 
 def test_the_ids_of_sessions_contain_the_name_of_the_server() -> None:
-    """A session id contains the name of its server, which a reverse proxy reads. An id with a
-    server name is still valid and unguessable.
+    """A session id contains the name of its server, so that a reverse proxy can route by it. Such
+    an id is still valid and unguessable.
     """
     plain, named = new_session_id(), new_session_id("rack-7")
     assert len(plain) == 22 and "." not in plain

@@ -46,8 +46,8 @@ def test_a_snapshot_is_downloaded_and_uploaded(served: Served) -> None:
 
 
 def test_refusals_over_http_name_their_reason(served: Served) -> None:
-    """Every refused request gets a status and a code and has no effect. The cases are keys, unknown
-    ids, ids in use, damage, other models, and sizes.
+    """Every refused request gets a status and an error code and has no effect. The cases are wrong
+    keys, unknown ids, ids in use, damaged snapshots, snapshots of other models, and sizes.
     """
     with served.client() as client:
         client.send(request(FIRST, session_id="one"))

@@ -54,8 +54,8 @@ def test_a_second_pause_is_refused_and_a_failed_one_changes_nothing() -> None:
 
 
 def test_after_it_has_left_every_request_ends_with_moved() -> None:
-    """After a session has left, the running request, the waiting one and any later one end with
-    `moved`. The server still recognises the id.
+    """After a session has left the server, its running request, its waiting request and all later
+    requests end with `moved`. The server still recognises the session id.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
@@ -83,8 +83,8 @@ def test_after_it_has_left_every_request_ends_with_moved() -> None:
 
 
 def test_a_disconnect_during_a_pause_waits_for_its_end() -> None:
-    """A disconnect during a pause is reported to the work by `is_cancelled`, and the work runs to
-    its end. The session then ends as after any other disconnect.
+    """If the client disconnects during a pause, `is_cancelled` reports this to the work that runs
+    in the pause, and the work runs to its end. The session then ends as after any other disconnect.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
@@ -137,9 +137,9 @@ def test_a_pause_does_not_wait_for_a_reader_to_begin() -> None:
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_a_pause_waits_until_a_client_has_every_finished_chunk(leaves: bool) -> None:
-    """A pause waits until the client has every finished chunk, even of a completed request, because
-    the session may return and then drop its old replies. A pause does not wait for a client that
-    has left.
+    """A pause waits until the client has received every finished chunk, even those of a completed
+    request, because the session may move away and return, which drops its old replies. A pause does
+    not wait for a client that has disconnected.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
@@ -171,8 +171,8 @@ def test_a_pause_waits_until_a_client_has_every_finished_chunk(leaves: bool) -> 
 
 
 def test_a_stream_that_waits_for_a_pause_moves_on_with_its_newest_controls() -> None:
-    """A stream that waits for the end of a pause moves with its newest controls, because its client
-    may steer it before its request starts.
+    """A stream whose request waits for the end of a pause moves with its newest controls, because
+    its client may steer it before the request starts.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:

@@ -38,7 +38,7 @@ def create_token(endpoint: EndpointServer, session_id: str, query: str = "") -> 
 
 @contextmanager
 def watching(endpoint: EndpointServer, token: str) -> Iterator[ClientConnection]:
-    """Yield a spectator that has been admitted."""
+    """Yield the connection of a spectator that has been admitted."""
     with connect(f"ws://127.0.0.1:{endpoint.port}/omni/watch", close_timeout=0.1) as socket:
         socket.send(json.dumps({"type": "watch", "token": token}))
         assert receive(socket)["type"] == "watch.start"
@@ -81,7 +81,7 @@ def test_spectators_see_the_session_and_cost_one_encoding(
     endpoint: EndpointServer, client: Client, monkeypatch: pytest.MonkeyPatch, codec: str
 ) -> None:
     """Two spectators receive the same access units, starting at a key frame. Each frame of the
-    session is encoded as H.264 once, whatever the player receives.
+    session is encoded as H.264 only once, whatever format the player receives.
     """
     encoded: list[int] = []
     encode_frame = H264Encoder._encode_frame
@@ -117,8 +117,8 @@ def test_spectators_see_the_session_and_cost_one_encoding(
 def test_a_spectator_without_controls_cannot_end_the_session(
     endpoint: EndpointServer, client: Client
 ) -> None:
-    """A spectator's messages are ignored, its disconnect changes nothing, and the end of the
-    session closes its connection with 1000.
+    """A spectator's messages and its disconnect do not affect the session. When the session ends,
+    the spectator's connection is closed with 1000.
     """
     play(client, FIRST, "h264")
     session_id = client.hello["session_id"]
@@ -142,13 +142,13 @@ def test_a_spectator_without_controls_cannot_end_the_session(
 def test_a_spectator_that_does_not_read_does_not_delay_the_player(
     endpoint: EndpointServer, client: Client
 ) -> None:
-    """The queue of a spectator that does not read holds at most two chunks, and the player's chunks
-    arrive as without it.
+    """A spectator that does not read does not delay the player's chunks, and its queue holds at
+    most two chunks.
     """
     play(client, FIRST, "h264")
     _, reply = create_token(endpoint, client.hello["session_id"])
     (session,) = endpoint.manager.sessions()
-    stuck = session.audience.join()  # nothing reads its queue
+    stuck = session.audience.join()  # nothing reads this spectator's queue
     with watching(endpoint, reply["token"]) as socket:
         started_s = time.monotonic()
         for number in range(8):
@@ -205,8 +205,8 @@ def test_only_the_owner_of_a_live_session_gets_a_token(
 
 
 def test_tokens_expire_and_are_bounded() -> None:
-    """An expired token is refused like an unknown one. When there are too many tokens, the oldest
-    ones are replaced.
+    """An expired token is refused like an unknown token. When there are too many tokens, the oldest
+    are replaced.
     """
     now_s = 100.0
     tokens = SpectatorTokens(lambda: now_s)
@@ -234,7 +234,7 @@ def test_an_audience_is_bounded() -> None:
 
 def test_a_slow_spectator_continues_at_a_key_frame() -> None:
     """After a dropped chunk, a slow spectator continues at the next key frame. Access units before
-    that frame are not queued, because they cannot be decoded.
+    that key frame are not queued, because they cannot be decoded.
     """
 
     def unit(frame: int, is_key: bool) -> EncodedPart:
@@ -252,7 +252,9 @@ def test_a_slow_spectator_continues_at_a_key_frame() -> None:
 
 
 def test_pages_of_other_origins_may_not_watch(endpoint: EndpointServer) -> None:
-    """Pages of other origins are refused before the upgrade."""
+    """Pages of other origins cannot watch a session, because they are refused before the
+    upgrade.
+    """
     with pytest.raises(InvalidStatus) as refused:
         connect(f"ws://127.0.0.1:{endpoint.port}/omni/watch", origin=Origin("http://evil.example"))
     assert refused.value.response.status_code == 403

@@ -27,7 +27,7 @@ def start(client: StreamClient, num_chunks: int | None = None, **fields: Any) ->
     """Start a stream.
 
     Args:
-        fields: `fps`, `is_paced` and `prompts`, as each endpoint spells them.
+        fields: Settings `fps`, `is_paced` and `prompts`, under the name that each endpoint uses.
     """
     is_paced, prompts = fields.pop("is_paced", False), fields.pop("prompts", None)
     extra: dict[str, Any] = {"prompts": prompts} if prompts else {}
@@ -51,8 +51,8 @@ def wait_for_chunk(client: StreamClient) -> None:
 def test_pacing_spaces_chunks_as_they_play(
     endpoint: EndpointServer, connect: type[StreamClient]
 ) -> None:
-    """With pacing at 120 frames per second, a chunk of 12 frames takes 100 ms, although the engine
-    needs no time.
+    """With pacing at 120 frames per second, chunks of 12 frames are sent 100 ms apart, although the
+    engine needs no time.
     """
     with connect(endpoint.port) as client:
         start(client, 8, fps=120, is_paced=True)
@@ -68,7 +68,7 @@ def test_timed_prompts_act_from_their_chunk(
     endpoint: EndpointServer, engine: FakeEngine, connect: type[StreamClient]
 ) -> None:
     """A timed prompt takes effect at the first chunk at or after its time, and may replace the
-    prompt of the start.
+    prompt of the start message.
     """
     prompts = [
         {"prompt": "dawn", "seconds": 0},
@@ -92,8 +92,9 @@ def refusals(connect: type[StreamClient], code: str) -> float:
 def test_only_a_full_server_is_waited_for(
     make_endpoint: MakeEndpoint, engine: FakeEngine, connect: type[StreamClient], code: str
 ) -> None:
-    """A client waits only if the server is full. A client that has reached its own limit, or one at
-    a stopping server, is refused immediately, and metrics count the refusal once.
+    """A client waits for a session only if the server is full. If the client has reached its own
+    limit or the server is stopping, the client is refused immediately, and metrics count the
+    refusal once.
     """
     engine.delay_s = 0.05
     endpoint = make_endpoint(sessions_per_client=1 if code == "session_limit" else 64)
@@ -120,8 +121,8 @@ def test_only_a_full_server_is_waited_for(
 def test_a_start_that_waits_without_success_counts_once(
     make_endpoint: MakeEndpoint, engine: FakeEngine, connect: type[StreamClient]
 ) -> None:
-    """A start that waits without success counts as one refusal, whatever the number of attempts
-    meanwhile.
+    """A start that waits for a session in vain counts as one refusal, however many attempts the
+    server makes.
     """
     endpoint = make_endpoint(info={"max_sessions": 1}, slot_wait_s=0.5)
     engine.delay_s = 0.05
@@ -139,8 +140,8 @@ def test_a_start_that_waits_without_success_counts_once(
 def test_a_client_that_leaves_while_it_waits_is_noticed(
     make_endpoint: MakeEndpoint, engine: FakeEngine, connect: type[StreamClient], how: str
 ) -> None:
-    """The connection of a client that leaves while it waits is freed immediately, and no session is
-    opened for it later.
+    """If a client disconnects while it waits for a session, its connection is freed immediately,
+    and no session is opened for it later.
     """
     endpoint = make_endpoint(info={"max_sessions": 1})
     engine.delay_s = 0.05
@@ -186,8 +187,8 @@ SIZE = {"height": HEIGHT, "width": WIDTH}
 def test_the_camera_endpoint_returns_the_generated_seed_with_every_frame(
     client: Client, engine: FakeEngine
 ) -> None:
-    """Every frame has the seed that the camera endpoint generated. A later seed of -1 keeps the
-    session's seed without a warning.
+    """Every frame message contains the seed that the camera endpoint generated. A later seed of -1
+    keeps the session's seed without a warning.
     """
     client.send(infer(FIRST, extra_body={**SIZE, "seed": -1}))
     (first,) = client.frames()

@@ -48,7 +48,7 @@ def interaction(event: Any, **fields: Any) -> dict[str, Any]:
 
 
 def responses(client: VideoClient, kind: str, count: int = 1) -> list[dict[str, Any]]:
-    """Return the next messages of a type, and skip the chunks between them."""
+    """Return the next `count` messages of a type, skipping the chunks between them."""
     found = []
     while len(found) < count:
         message = client.receive()
@@ -60,8 +60,8 @@ def responses(client: VideoClient, kind: str, count: int = 1) -> list[dict[str, 
 def test_a_stream_from_start_to_done(
     endpoint: EndpointServer, engine: FakeEngine, path: str
 ) -> None:
-    """A stream consists of the start, chunks with metadata, done, and the close code 1000. The
-    joined bytes are a video that contains every frame.
+    """A stream consists of the start message, chunks with metadata, the `done` message, and close
+    code 1000. The concatenated bytes are a video that contains every frame.
     """
     with VideoClient(endpoint.port, path) as client:
         started = client.request({**START, "num_frames": FIRST + 2 * LATER, "fps": 8, "seed": 3})
@@ -92,7 +92,7 @@ def test_a_stream_from_start_to_done(
 
 def test_without_num_frames_it_runs_until_stop(client: VideoClient, engine: FakeEngine) -> None:
     """Without `num_frames`, a stream runs until `session.stop` aborts its chunk. `done` reports the
-    abort, and the close is normal.
+    abort, and the connection is closed normally.
     """
     client.send(START)
     client.receive()
@@ -138,8 +138,8 @@ def test_without_num_frames_it_runs_until_stop(client: VideoClient, engine: Fake
 def test_a_bad_start_gets_an_error_and_is_closed(
     client: VideoClient, engine: FakeEngine, message: Any, said: str
 ) -> None:
-    """After a bad start, the client gets one error and a close frame, and the engine gets no
-    request.
+    """A client that sends an invalid start message gets one error and a close frame, and no request
+    reaches the engine.
     """
     client.send(message)
     error = client.receive()
@@ -150,15 +150,15 @@ def test_a_bad_start_gets_an_error_and_is_closed(
 
 
 def test_a_start_must_come_in_time(make_endpoint: MakeEndpoint) -> None:
-    """The start message must arrive within a timeout, which is ten seconds by default."""
+    """The start message must arrive within a timeout, whose default is ten seconds."""
     with VideoClient(make_endpoint(start_timeout_s=0.2).port) as client:
         assert client.receive()["message"] == "Timeout waiting for session.start"
         assert client.close_code()[0] == 1008
 
 
 def test_large_start_images_are_accepted(make_endpoint: MakeEndpoint) -> None:
-    """Start images are limited only by the image limit and the server's message size, whereas the
-    original refuses starts above 4 MiB.
+    """Start images are limited only by the image limit and the server's maximum message size,
+    whereas the original implementation refuses start messages above 4 MiB.
     """
     endpoint = make_endpoint(max_image_bytes=600_000)
     noise = np.random.default_rng(0).integers(0, 255, (400, 400, 3), np.uint8)
@@ -177,8 +177,8 @@ def test_large_start_images_are_accepted(make_endpoint: MakeEndpoint) -> None:
 
 
 def test_interactions_are_queued_before_they_act(client: VideoClient, engine: FakeEngine) -> None:
-    """An interaction is queued before it acts. The metadata of the chunk in which a prompt takes
-    effect names the event, and the engine gets the prompt once.
+    """An interaction is queued before it takes effect. The metadata of the chunk in which a prompt
+    takes effect names the event, and the engine gets the prompt once.
     """
     engine.delay_s = 0.1
     client.send(START)
@@ -193,8 +193,8 @@ def test_interactions_are_queued_before_they_act(client: VideoClient, engine: Fa
 
 
 def test_a_target_steers_the_camera(client: VideoClient, engine: FakeEngine) -> None:
-    """After a camera command, chunks have poses instead of keys, and the target is reached after
-    the given number of chunks. The y axis is inverted.
+    """After a camera command, chunk requests contain poses instead of keys, and the camera reaches
+    the target after the given number of chunks. The y axis is inverted.
     """
     engine.delay_s = 0.1
     client.send(START)
@@ -217,7 +217,9 @@ def test_a_target_steers_the_camera(client: VideoClient, engine: FakeEngine) -> 
 
 
 def test_a_key_script_steers_the_first_chunks(client: VideoClient, engine: FakeEngine) -> None:
-    """A key script is followed by idle entries, and a camera command during it is refused."""
+    """A key script is followed by idle entries, and a camera command during the script is
+    refused.
+    """
     engine.delay_s = 0.05
     script = [["w"], ["w", "l"], [], ["s"]]
     client.send(
@@ -263,8 +265,8 @@ def test_a_key_script_steers_the_first_chunks(client: VideoClient, engine: FakeE
 def test_a_bad_message_is_one_error_and_the_stream_continues(
     client: VideoClient, engine: FakeEngine, message: Any, code: str
 ) -> None:
-    """A bad message gets one error, and later controls still work. In the original, a binary
-    message ended the controls.
+    """An invalid message gets one error, and later controls still work. In the original
+    implementation, controls stopped working after a binary message.
     """
     engine.delay_s = 0.02
     client.send(START)
@@ -311,7 +313,9 @@ def test_a_failed_chunk_gets_an_error_and_is_closed(
 def test_adapters_at_the_start_and_by_interaction(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """An interaction may consist of only adapters, which take effect at the start of a chunk."""
+    """Adapters may be selected in the start message and by interactions. An interaction may contain
+    only adapters, which take effect at the start of a chunk.
+    """
     engine.delay_s = 0.05
     endpoint = make_endpoint()
     with VideoClient(endpoint.port) as client:
@@ -326,7 +330,7 @@ def test_adapters_at_the_start_and_by_interaction(
 def test_a_stream_selects_an_adapter_by_its_model(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """`model` may name an adapter, but a scale given in `lora` takes precedence."""
+    """`model` may name an adapter. If `lora` gives a scale for the adapter, that scale applies."""
     endpoint = make_endpoint()
     endpoint.manager.adapters = lambda: ("ink",)
     choices: list[dict[str, Any]] = [
@@ -350,8 +354,8 @@ def test_a_stream_selects_an_adapter_by_its_model(
 def test_a_model_without_camera_or_image_is_steered_by_prompts(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """For a model without camera or image, the engine gets neither keys nor poses, a camera command
-    is refused, and no image is required.
+    """For a model without a camera or start image, the engine gets neither keys nor poses, a camera
+    command is refused, and no image is required.
     """
     engine.delay_s = 0.05
     endpoint = make_endpoint(info={"actions": ActionSpace(image="none")})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/realtime/webrtc` with aiortc as the client, over real sockets, with a fake engine."""
+"""`/v1/realtime/webrtc` with aiortc as the client, real sockets and a fake engine."""
 
 import asyncio
 import http.client
@@ -46,7 +46,7 @@ def call(
 
 
 class Viewer:
-    """A WebRTC client, which has a data channel unless `watches` is set."""
+    """A WebRTC client. It has a data channel unless `watches` is set."""
 
     def __init__(self, watches: bool = False) -> None:
         self.connection = aiortc.RTCPeerConnection()
@@ -87,14 +87,14 @@ class Viewer:
         self.channel.send(json.dumps(message))
 
     async def message(self, kind: str) -> dict[str, Any]:
-        """Return the next message of a type."""
+        """Return the next message of a type from the data channel."""
         async with asyncio.timeout(15):
             while (message := await self.messages.get())["type"] != kind:
                 pass
         return message
 
     async def brightness(self) -> int:
-        """Return the brightness of the next frame."""
+        """Return the brightness of one pixel of the next frame."""
         async with asyncio.timeout(15):
             frame_HWC = await self.frames.get()
         return int(frame_HWC[20, 30, 1])
@@ -118,8 +118,8 @@ async def viewer(
 def test_frames_arrive_through_the_track_and_inputs_through_the_channel(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """Frame n of the fake engine has the brightness n. An interaction sent through the channel
-    reaches the engine, and the metadata of its chunk names it as the newest input.
+    """Frame n of the fake engine has the brightness n. An interaction sent through the data channel
+    reaches the engine, and the metadata of the chunk in which it acts names it as the newest input.
     """
     endpoint = make_endpoint(info={**NO_IMAGE, "fps": 48.0})
 
@@ -153,8 +153,8 @@ def test_frames_arrive_through_the_track_and_inputs_through_the_channel(
 
 
 def test_lost_packets_are_sent_again(make_endpoint: MakeEndpoint) -> None:
-    """Over a network that loses 5 % of the packets in both directions, frames and messages of the
-    data channel arrive in order and without gaps.
+    """Over a network that loses 5 % of the packets in both directions, frames and data channel
+    messages arrive in order and without gaps.
     """
     endpoint = make_endpoint(info={**NO_IMAGE, "fps": 48.0})
     network = Network(loss=0.05, delay_ms=5, jitter_ms=20)
@@ -170,8 +170,8 @@ def test_lost_packets_are_sent_again(make_endpoint: MakeEndpoint) -> None:
             seen = [await one.brightness() for _ in range(FIRST + 4 * LATER)]
             assert seen == sorted(seen)
             assert max(np.diff(seen)) <= 4  # a lost frame would be a step
-            # The message that ends the connection may be lost too, and the server would then wait
-            # for it.
+            # Use an HTTP DELETE, because the message that ends the connection may be lost too, and
+            # the server would then wait for it.
             await asyncio.to_thread(call, endpoint.port, "DELETE", one.location)
 
     with running(UdpRelay(network, network)) as relay:
@@ -184,8 +184,8 @@ def test_lost_packets_are_sent_again(make_endpoint: MakeEndpoint) -> None:
 def test_a_client_that_cannot_reach_the_server_gets_frames_over_turn(
     make_endpoint: MakeEndpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str
 ) -> None:
-    """A client that cannot reach any address of the server gets frames through a TURN server, which
-    is the only candidate.
+    """A client that cannot reach any address of the server receives frames through a TURN server,
+    which provides the only usable candidate.
     """
     answer = Peer.answer
     answers: list[str] = []
@@ -218,15 +218,15 @@ def test_a_client_that_cannot_reach_the_server_gets_frames_over_turn(
 
 
 def test_an_input_acts_on_the_chunk_after_the_one_that_plays(make_endpoint: MakeEndpoint) -> None:
-    """Chunks are requested as late as playback allows. When a chunk of half a second starts to
-    play, the controls of the next one have not been sampled yet.
+    """Chunks are requested as late as playback allows. When a chunk that lasts half a second starts
+    to play, the controls of the next chunk have not been sampled yet.
     """
     endpoint = make_endpoint(info={**NO_IMAGE, "fps": 24.0})
 
     async def main() -> None:
         async with viewer(endpoint.port) as one:
             one.send(START)
-            for _ in range(4):  # the pace is known after some chunks
+            for _ in range(4):  # the request timing adapts after some chunks
                 playing = await one.message("video.chunk_metadata")
             one.send(
                 {
@@ -245,8 +245,9 @@ def test_an_input_acts_on_the_chunk_after_the_one_that_plays(make_endpoint: Make
 def test_a_chunk_is_requested_when_the_video_in_hand_is_as_long_as_the_wait(
     wait_s: float, needed_s: float
 ) -> None:
-    """Frames that the engine is generating count as buffered video. The first chunk is not
-    measured, because it compiles.
+    """The next chunk is requested when the buffered video is as short as the measured waiting time
+    requires. Frames that the engine is generating count as buffered video. The first chunk is not
+    measured, because it includes compilation.
     """
     now_s, buffered_s = [0.0], [0.0]
     pacer = ChunkPacer(lambda: buffered_s[0], 24.0, lambda: now_s[0])
@@ -291,7 +292,7 @@ def test_a_player_without_a_data_channel_gets_a_session(
 def test_a_client_that_leaves_ends_its_session(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """When a client leaves, its chunk in flight is aborted and its connection is freed."""
+    """When a client disconnects, its chunk in flight is aborted and its connection is freed."""
     endpoint = make_endpoint(info={**NO_IMAGE, "fps": 48.0})
 
     async def main() -> None:
@@ -307,7 +308,9 @@ def test_a_client_that_leaves_ends_its_session(
 
 
 def test_a_lost_picture_brings_a_key_frame(make_endpoint: MakeEndpoint) -> None:
-    """A picture loss indication from the client requests a key frame from the session's encoder."""
+    """When the client sends a picture loss indication, a key frame is requested from the session's
+    encoder.
+    """
     endpoint = make_endpoint(info={**NO_IMAGE, "fps": 48.0})
     requested: list[bool] = []
 
@@ -327,8 +330,8 @@ def test_a_lost_picture_brings_a_key_frame(make_endpoint: MakeEndpoint) -> None:
 
 
 def test_an_invalid_start_is_refused_through_the_channel(make_endpoint: MakeEndpoint) -> None:
-    """An invalid start gets the same error and close code through the channel as over the
-    WebSocket.
+    """An invalid start message gets the same error and close code through the data channel as over
+    a WebSocket.
     """
     endpoint = make_endpoint(info=NO_IMAGE)
 
@@ -377,7 +380,7 @@ CANDIDATES = "\r\n".join(
 def test_a_bad_offer_is_refused_and_allocates_nothing(
     make_endpoint: MakeEndpoint, body: bytes, status: int, code: str
 ) -> None:
-    """Every bad offer gets a typed error and leaves no session or connection behind."""
+    """Every invalid offer gets a typed error and leaves no session or connection behind."""
     endpoint = make_endpoint(info=NO_IMAGE)
     replied, reply, _ = call(endpoint.port, "POST", PATH, body)
     assert (replied, json.loads(reply)["error"]["code"]) == (status, code)
@@ -394,8 +397,8 @@ def test_other_bodies_and_other_origins_are_refused(make_endpoint: MakeEndpoint)
 
 
 def test_a_player_of_a_model_with_start_images_is_refused(endpoint: EndpointServer) -> None:
-    """A player without a data channel is refused by a model with start images, because it cannot
-    send one.
+    """A model with start images refuses a player without a data channel, because the player cannot
+    send a start image.
     """
     status, reply, _ = call(endpoint.port, "POST", PATH, GOOD_SDP)
     assert (status, json.loads(reply)["error"]["code"]) == (400, "missing_image")
@@ -409,8 +412,8 @@ def test_the_number_of_connections_is_limited(make_endpoint: MakeEndpoint) -> No
 
 
 def test_ice_servers_are_read_from_the_environment() -> None:
-    """TURN servers have a user and a password. The error for a bad entry does not contain the
-    password.
+    """ICE servers are read from the environment. TURN servers have a user and a password, and the
+    error for an invalid entry does not contain the password.
     """
     options = WebRtcOptions(
         ice_servers="stun:stun.example:3478, turn:me:s%40cret@turn.example:3478?transport=tcp"

@@ -51,8 +51,8 @@ def test_hello_comes_first_and_describes_the_model(endpoint: EndpointServer, pat
 
 
 def test_hello_describes_a_trained_world(make_endpoint: MakeEndpoint, village: Path) -> None:
-    """The hello message of a trained world contains its domain, prompts and start images. The hello
-    message of any other model has no domain, prompts or start images.
+    """The hello message of a trained world contains its domain, prompts and start images. That of
+    any other model contains none of these fields.
     """
     description = read_description(village)
     assert description is not None
@@ -72,7 +72,9 @@ def test_hello_describes_a_trained_world(make_endpoint: MakeEndpoint, village: P
 def test_an_untrained_size_is_generated_with_a_warning(
     make_endpoint: MakeEndpoint, village: Path, height: int, width: int, warned: bool
 ) -> None:
-    """Only the first chunk contains the warning, which names the requested and the trained size."""
+    """A session at an untrained size is generated with a warning, which names the requested and the
+    trained size and is only in the first chunk.
+    """
     with make_endpoint(
         {"card": read_description(village), "height": 96, "width": 160}
     ).client() as client:
@@ -88,15 +90,17 @@ def test_an_untrained_size_is_generated_with_a_warning(
 
 
 def test_a_model_without_controls_closes_the_connection(make_endpoint: MakeEndpoint) -> None:
-    """If the model has no controls, the client gets the reason before the connection is closed."""
+    """If the model has no controls, the client is sent the reason before the connection is
+    closed.
+    """
     with make_endpoint(info={"actions": ActionSpace()}).client() as client:
         assert client.hello["code"] == "unsupported"
         assert close_code(client) == 1008
 
 
 def test_chunks_arrive_one_by_one_and_continue(client: Client, engine: FakeEngine) -> None:
-    """An infer message with 9 + 12 k poses gives k + 1 chunk messages, and the next infer continues
-    after them.
+    """An infer message with 9 + 12 k poses results in k + 1 chunk messages, and the next infer
+    message continues after these chunks.
     """
     client.send(infer(FIRST + 2 * LATER))
     messages = client.frames()
@@ -119,7 +123,7 @@ def test_chunks_arrive_one_by_one_and_continue(client: Client, engine: FakeEngin
 
 
 def test_a_chunk_is_sent_before_the_next_one_exists(client: Client, engine: FakeEngine) -> None:
-    """The client receives the first chunk while the engine still generates the second one."""
+    """The client receives the first chunk while the engine is still generating the second."""
     engine.delay_s = 0.3
     client.send(infer(FIRST + 2 * LATER))
     client.receive()
@@ -128,8 +132,8 @@ def test_a_chunk_is_sent_before_the_next_one_exists(client: Client, engine: Fake
 
 
 def test_the_engine_has_two_chunks_and_never_more(client: Client, engine: FakeEngine) -> None:
-    """The next chunk is submitted before the current one is finished, but the engine never has more
-    than two.
+    """The next chunk is submitted before the current chunk is finished, but the engine never has
+    more than two chunks.
     """
     engine.delay_s = 0.05
     client.send(infer(FIRST + 5 * LATER))
@@ -163,8 +167,8 @@ def test_each_mp4_message_is_a_complete_file(client: Client) -> None:
 def test_a_file_next_to_the_frames_may_be_larger(
     client: Client, scale: int, size: tuple[int, int]
 ) -> None:
-    """The file next to the frames may be enlarged for recordings of small worlds: each pixel
-    becomes a square.
+    """The MP4 file that a client requests in addition to frames may be enlarged, for recordings of
+    small worlds: each pixel becomes a square.
     """
     message = infer()
     message["extra_body"] |= {"with_mp4": True, "mp4_scale": scale}
@@ -175,7 +179,7 @@ def test_a_file_next_to_the_frames_may_be_larger(
 
 
 def test_jpeg_messages_hold_one_file_a_frame(client: Client) -> None:
-    """A `jpeg` message contains a list with one file per frame."""
+    """A message in `jpeg` format contains a list with one file per frame."""
     client.send(
         infer(extra_body={"height": 32, "width": 48, "video_format": "jpeg", "frames_per_chunk": 4})
     )
@@ -188,8 +192,8 @@ def test_jpeg_messages_hold_one_file_a_frame(client: Client) -> None:
 def test_clients_of_the_first_version_are_supported(
     client: Client, dialect: codec.MessageDialect
 ) -> None:
-    """For clients of the first version, `camera` with array markers gives float frames in groups of
-    four with the right `total`, and 24 poses are accepted.
+    """Clients of the first protocol version send `camera` with array markers and may send 24 poses.
+    They get float frames in groups of four with the right `total`.
     """
     fields = {
         "cameras": None,
@@ -245,7 +249,9 @@ def test_images_reach_the_engine_at_the_sessions_size(
 
 
 def test_actions_replace_a_camera(client: Client, engine: FakeEngine) -> None:
-    """Each chunk gets its share of the held keys, as one list per latent frame."""
+    """A request may contain held keys instead of a camera. Each chunk gets its part of the keys, as
+    one list per latent frame.
+    """
     keys = [["w"], ["w", "l"], [], ["s"], [], ["j"]]
     client.send(infer(cameras=None, actions=keys))
     assert len(client.frames()) == 2
@@ -254,8 +260,8 @@ def test_actions_replace_a_camera(client: Client, engine: FakeEngine) -> None:
 
 
 def test_a_new_prompt_is_sent_once(client: Client, engine: FakeEngine) -> None:
-    """The engine gets a new prompt with the first chunk of the request. A prompt that is repeated
-    is not sent again.
+    """The engine gets a new prompt with the first chunk of the request. A repeated prompt is not
+    sent again.
     """
     client.send(infer())
     client.frames()
@@ -318,8 +324,8 @@ def test_reset_starts_a_new_session(client: Client, engine: FakeEngine) -> None:
 
 
 def test_reset_without_a_session_succeeds(client: Client) -> None:
-    """A reset without a session succeeds. Clients that announce the protocol get a map as the
-    reply, and others a text.
+    """A reset without a session succeeds. Clients that announce the protocol version get a map as
+    the reply, and other clients get a text.
     """
     assert client.request({"endpoint": "reset", "session_id": "nobody"}) == "reset successful"
     response = client.request({"endpoint": "reset", "protocol_version": 1})
@@ -343,8 +349,8 @@ def test_reset_cancels_the_running_request(client: Client, engine: FakeEngine) -
 
 
 def test_stop_keeps_the_session_and_close_frees_it(client: Client, engine: FakeEngine) -> None:
-    """`stop` keeps the session and `close` frees it. A message that names no session also ends the
-    connection.
+    """`stop` keeps the session and `close` frees it. Either message also ends the connection
+    if it names no session.
     """
     client.send(infer(session_id="a"))
     client.frames()
@@ -360,8 +366,8 @@ def test_stop_keeps_the_session_and_close_frees_it(client: Client, engine: FakeE
 def test_an_aborted_first_chunk_leaves_no_session(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """After its first chunk was aborted, a session starts again, and the engine gets a request to
-    free what it may have started.
+    """A session whose first chunk is aborted does not exist, and the engine is requested to free
+    what it may have started. The session id can be used for a new session.
     """
     engine.delay_s = 0.5
     with endpoint.client() as client:
@@ -374,7 +380,9 @@ def test_an_aborted_first_chunk_leaves_no_session(
 
 
 def test_a_session_continues_after_an_abort(endpoint: EndpointServer, engine: FakeEngine) -> None:
-    """After an abort, the endpoint reads the position from the engine and continues there."""
+    """After an abort, the endpoint reads the session's position from the engine and continues from
+    that position.
+    """
     with endpoint.client() as client:
         client.send(infer(session_id="a"))
         client.frames()
@@ -382,7 +390,7 @@ def test_a_session_continues_after_an_abort(endpoint: EndpointServer, engine: Fa
         client.send(infer(2 * LATER, session_id="a", image=None))
         wait_until(lambda: engine.running == 2)
     wait_until(lambda: engine.running == 0)
-    # as if the chunk had been committed before the abort
+    # simulate that the chunk was committed before the abort
     next(iter(engine.worlds.values())).chunk_index += 1
     engine.delay_s = 0.0
     with endpoint.client() as client:
@@ -393,7 +401,9 @@ def test_a_session_continues_after_an_abort(endpoint: EndpointServer, engine: Fa
 def test_a_client_that_closes_its_session_and_leaves_frees_it(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """A client that closes its session may disconnect without waiting for the reply."""
+    """A client that closes its session may disconnect without waiting for the reply, and the
+    session is still freed.
+    """
     with make_endpoint().client() as client:
         client.send(infer(session_id="a"))
         client.frames()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refused requests at `/v1/realtime/world/camera` have a specific code and no effect."""
+"""Refused requests at `/v1/realtime/world/camera` get a specific error code and have no effect."""
 
 import contextlib
 import json
@@ -97,7 +97,9 @@ def bent(row: int, column: int, value: float) -> np.ndarray:
 def test_bad_requests_are_refused_by_name_and_change_nothing(
     client: Client, engine: FakeEngine, fields: dict[str, Any], code: str
 ) -> None:
-    """Every mistake gets a code, the connection stays open, and the engine gets no request."""
+    """Every invalid request gets an error code, the connection stays open, and no request reaches
+    the engine.
+    """
     assert client.error(infer(**fields)) == code
     assert engine.calls == []
     client.send(infer())
@@ -105,8 +107,8 @@ def test_bad_requests_are_refused_by_name_and_change_nothing(
 
 
 def test_a_nearly_orthonormal_pose_is_corrected(client: Client, engine: FakeEngine) -> None:
-    """A nearly orthonormal pose is corrected, so the engine gets rotations that are orthonormal to
-    float32 precision.
+    """A nearly orthonormal pose is corrected, so that the engine gets rotations that are
+    orthonormal to float32 precision.
     """
     client.send(infer(**poses(poses=bent(0, 1, 4e-3))))
     client.frames()
@@ -139,8 +141,8 @@ def test_pose_policies(
 
 
 def test_intrinsics_of_another_image_are_scaled(client: Client, engine: FakeEngine) -> None:
-    """Intrinsics are scaled from `intrinsics_size`, the size of the image that they were given
-    for.
+    """Intrinsics are scaled from `intrinsics_size`, the image size to which they refer, to the
+    reference size of the server, 832 x 480.
     """
     path = {
         **camera(FIRST),
@@ -201,7 +203,7 @@ def test_intrinsics_may_have_six_shapes(
 
 
 def test_size_of_a_started_session_is_fixed(make_endpoint: MakeEndpoint) -> None:
-    """A request with another size than the started session is an error."""
+    """A request whose size differs from that of the started session is refused."""
     with make_endpoint(info={"height": 64, "width": 64}).client() as client:
         client.send(infer())
         client.frames()
@@ -220,7 +222,7 @@ def test_undecodable_messages_end_the_connection_at_the_third(client: Client) ->
 
 
 def test_text_frames_are_refused_and_the_third_closes(client: Client) -> None:
-    """One text frame does not end the session, but the third closes the connection."""
+    """One WebSocket text frame does not end the session, but the third closes the connection."""
     assert client.error("hello") == "invalid_frame"
     client.send(infer())
     client.frames()
@@ -230,8 +232,8 @@ def test_text_frames_are_refused_and_the_third_closes(client: Client) -> None:
 
 
 def test_other_values_than_maps_are_refused_repeatedly(client: Client) -> None:
-    """Valid msgpack of the wrong type is refused repeatedly, because it does not count as
-    undecodable.
+    """Valid msgpack values other than maps may be sent repeatedly. Each is refused, but the
+    connection stays open, because they do not count as undecodable.
     """
     for _ in range(5):
         assert client.error(codec.encode({})[:0] + b"\x91\x01") == "invalid_request"
@@ -247,8 +249,8 @@ def test_errors_name_the_request(client: Client) -> None:
 
 
 def test_engine_failures_are_errors_of_one_request(client: Client, engine: FakeEngine) -> None:
-    """After a failure of the engine, chunks before it are delivered and the error has the engine's
-    code. The session continues.
+    """If the engine fails, the chunks before the failure are delivered, and the error has the
+    engine's code. The session continues.
     """
 
     def fail(params: DiffusionParams) -> None:
@@ -268,8 +270,8 @@ def test_engine_failures_are_errors_of_one_request(client: Client, engine: FakeE
 def test_unforeseen_failures_reveal_nothing_of_the_server(
     client: Client, engine: FakeEngine
 ) -> None:
-    """An unforeseen failure is reported as `engine_error` with a fixed text, which reveals nothing
-    of the server.
+    """An unforeseen failure is reported as `engine_error` with a fixed text that reveals nothing
+    about the server.
     """
 
     def fail(params: DiffusionParams) -> None:
@@ -285,7 +287,7 @@ def test_unforeseen_failures_reveal_nothing_of_the_server(
 
 
 def test_too_many_messages_close_with_policy(make_endpoint: MakeEndpoint) -> None:
-    """A flood of messages closes the connection with 1008."""
+    """If a client sends too many messages, its connection is closed with 1008."""
     with make_endpoint(max_messages_per_s=20).client() as client:
         with contextlib.suppress(ConnectionClosed):
             for _ in range(10_000):
@@ -294,7 +296,9 @@ def test_too_many_messages_close_with_policy(make_endpoint: MakeEndpoint) -> Non
 
 
 def test_an_oversized_message_closes_with_1009(client: Client) -> None:
-    """A message beyond the limit in the hello message closes the connection with 1009."""
+    """A message that exceeds the size limit given in the hello message closes the connection with
+    1009.
+    """
     with pytest.raises(ConnectionClosed) as closed:
         client.request(bytes(client.hello["limits"]["max_message_bytes"] + 1))
     assert closed.value.rcvd is not None

@@ -33,7 +33,7 @@ def request(
 
 
 def pixels(messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
-    """Return (number of every frame, signature of every chunk) from the pixels of the null
+    """Return (number of every frame, signature of every chunk), read from the pixels of the null
     world.
     """
     numbers = [int(frame[5, 5, 0]) for message in messages for frame in message["video"]]
@@ -44,7 +44,7 @@ def pixels(messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
     "path", ["/v1/realtime/world/camera", "/v1/realtime_video/generate", "/v1/realtime/video"]
 )
 def test_the_api_key_guards_each_endpoint(served: Served, path: str) -> None:
-    """Stock vLLM's middleware refuses a handshake without the API key."""
+    """A handshake without the API key is refused by stock vLLM's middleware."""
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
         with pytest.raises(InvalidStatus) as refused:
             connect(f"ws://127.0.0.1:{served.port}{path}", additional_headers=headers)
@@ -52,8 +52,8 @@ def test_the_api_key_guards_each_endpoint(served: Served, path: str) -> None:
 
 
 def test_hello_reports_the_deployments_limits(served: Served) -> None:
-    """Sizes in the hello message come from `--additional-config`, the message limit from the
-    WebSocket options, and the other limits from the environment.
+    """In the hello message, sizes come from `--additional-config`, the message limit from the
+    WebSocket options, and the other limits from environment variables.
     """
     with served.client() as client:
         assert client.hello["max_area"] == 96 * 160
@@ -62,8 +62,8 @@ def test_hello_reports_the_deployments_limits(served: Served) -> None:
 
 
 def test_a_world_streams_continues_and_is_reproducible(served: Served) -> None:
-    """A request for 33 frames followed by one for 12 gives the same pixels as a single request with
-    the same inputs in another session.
+    """A request for 33 frames followed by a request for 12 frames gives the same pixels as a single
+    request with the same inputs in another session.
     """
     path = camera(FIRST + 3 * LATER)
     with served.client() as client:
@@ -99,8 +99,8 @@ def test_a_world_streams_continues_and_is_reproducible(served: Served) -> None:
 def test_a_failed_chunk_does_not_affect_the_session(
     served: Served, options: dict[str, Any], code: str
 ) -> None:
-    """The error for a failed chunk is typed and reveals nothing of the server, and the next request
-    is not affected.
+    """The error for a failed chunk is typed and reveals nothing about the server, and the next
+    request is not affected.
     """
     path = camera(FIRST + LATER)
     later = {**path, "poses": path["poses"][FIRST:]}
@@ -120,8 +120,8 @@ def test_a_failed_chunk_does_not_affect_the_session(
 
 
 def test_every_client_learns_of_a_dead_engine(served: Served) -> None:
-    """Within a second of `kill -9`, busy and idle clients get one error and close code 1011, and
-    the server exits with 70.
+    """Within a second of a `kill -9` of the engine, busy and idle clients get one error and close
+    code 1011, and the server exits with status 70.
     """
     with served.client() as client, served.client() as idle:
         client.send(request(options={"steps": 100, "step_ms": 100.0}))

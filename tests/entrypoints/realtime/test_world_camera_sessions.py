@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions of `/v1/realtime/world/camera` across requests and connections: repetition, resume,
-branches, capacity.
+"""Sessions of `/v1/realtime/world/camera` across requests and connections: repeated requests,
+resuming, branches, and capacity.
 """
 
 from collections.abc import Callable
@@ -37,8 +37,8 @@ def test_a_repeated_request_gets_the_same_response(client: Client, engine: FakeE
 def test_an_interrupted_request_continues_when_repeated(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """A client may send the same request until it is complete. No frame is lost and none is
-    generated twice.
+    """A client may send an interrupted request again until it is complete. No frame is lost and
+    none is generated twice.
     """
     request = infer(FIRST + 3 * LATER, request_id="r1", session_id="a")
     engine.delay_s = 0.1
@@ -55,8 +55,8 @@ def test_an_interrupted_request_continues_when_repeated(
 
 
 def test_a_running_request_can_be_taken_over(endpoint: EndpointServer, engine: FakeEngine) -> None:
-    """When another connection takes over a running request, the older one is closed with 4009, and
-    the newer one gets every message.
+    """When another connection takes over a running request, the older connection is closed with
+    4009, and the newer connection gets every message.
     """
     engine.delay_s = 0.3
     request = infer(FIRST + LATER, request_id="r1", session_id="a")
@@ -90,8 +90,8 @@ def test_resume_replays_missed_chunks(endpoint: EndpointServer, engine: FakeEngi
 
 
 def test_resume_beyond_the_delivery_log_requires_a_resync(make_endpoint: MakeEndpoint) -> None:
-    """A resume that goes back further than the delivery log requires a resync, because the log is
-    bounded in bytes.
+    """Resuming from a chunk that is no longer in the delivery log requires a resync, because the
+    size of the log is limited.
     """
     endpoint = make_endpoint(delivery_log_bytes=2 * LATER * 32 * 48 * 3)
     with endpoint.client() as client:
@@ -112,7 +112,7 @@ def test_resume_beyond_the_delivery_log_requires_a_resync(make_endpoint: MakeEnd
 
 
 def test_a_wrong_chunk_index_is_refused(client: Client) -> None:
-    """A request for another chunk than the next one is refused with the expected index."""
+    """A request for a chunk other than the next chunk is refused with the expected index."""
     client.send(infer(chunk_index=0))
     client.frames()
     error = client.request(infer(LATER, image=None, chunk_index=5))
@@ -122,7 +122,7 @@ def test_a_wrong_chunk_index_is_refused(client: Client) -> None:
 
 
 def test_a_third_request_of_a_session_is_busy(client: Client, engine: FakeEngine) -> None:
-    """A session accepts one running and one waiting request, and a third gets `busy`."""
+    """A session accepts one running and one waiting request. A third request gets `busy`."""
     engine.delay_s = 0.2
     client.send(infer())
     client.send(infer(LATER, image=None))
@@ -154,8 +154,8 @@ def test_branches_are_independent(client: Client, engine: FakeEngine) -> None:
 def test_capacity_is_said_at_once_and_comes_back(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """On a full server, a new session is refused immediately, and a client without any session is
-    closed with 1013. A session in use is never evicted.
+    """On a full server, a new session is refused immediately, and the connection of a client
+    without any session is closed with 1013. A session in use is never evicted.
     """
     endpoint = make_endpoint(info={"max_sessions": 2})
     with endpoint.client() as first, endpoint.client() as second:
@@ -183,8 +183,8 @@ def test_capacity_is_said_at_once_and_comes_back(
 def test_a_new_session_waits_until_the_old_one_is_freed(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """A restart or an eviction frees the old session before the new one starts, so a full engine
-    never holds one too many.
+    """A restart or an eviction frees the old session before the new session starts, so that a full
+    engine never holds more sessions than it has capacity for.
     """
     engine.max_worlds, engine.close_delay_s = 1, 0.2
     endpoint = make_endpoint(info={"max_sessions": 1})
@@ -217,8 +217,8 @@ def test_an_evicted_session_is_reported(make_endpoint: MakeEndpoint, engine: Fak
 def test_pings_keep_a_session_without_requests(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """Pings keep a session without requests for `pinged_session_idle_s`. Without pings, a session
-    is closed after `session_idle_s`.
+    """Pings keep a session without requests alive for `pinged_session_idle_s`. Without pings, an
+    idle session is closed after `session_idle_s`.
     """
     endpoint = make_endpoint(info={"session_idle_s": 0.3}, pinged_session_idle_s=60.0)
     with endpoint.client() as client, endpoint.client() as silent:
@@ -249,8 +249,8 @@ def test_pings_keep_a_session_for_a_limited_time(
 def test_a_session_kept_by_pings_alone_can_be_evicted(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """A session that pings have kept without requests for `session_idle_s` can be evicted, so
-    absent users do not block others.
+    """A session that only pings have kept alive for `session_idle_s` can be evicted, so that absent
+    users do not block others.
     """
     endpoint = make_endpoint(
         info={"max_sessions": 1, "session_idle_s": 0.5}, pinged_session_idle_s=60.0
@@ -303,7 +303,9 @@ def test_a_session_the_engine_lost_is_evicted(client: Client, engine: FakeEngine
 
 
 def test_api_keys_do_not_share_session_ids(endpoint: EndpointServer, engine: FakeEngine) -> None:
-    """The same session id with a different API key is a different session."""
+    """API keys do not share sessions: the same session id with a different API key refers to a
+    different session.
+    """
     for token in ("one", "two"):
         with endpoint.client(additional_headers={"Authorization": f"Bearer {token}"}) as client:
             client.send(infer(session_id="a"))

@@ -71,7 +71,9 @@ ENDPOINTS = pytest.mark.parametrize("play", [at_camera, at_video], ids=["camera"
 def test_the_same_keys_from_the_same_start_give_the_same_poses(
     endpoint: EndpointServer, engine: FakeEngine, play: Callable[..., list[Any]]
 ) -> None:
-    """Only the first chunk contains the start pose, and each latent frame has a pose."""
+    """The same keys from the same start pose give the same poses. Only the first chunk request
+    contains the start pose, and each latent frame has a pose.
+    """
     first, second = play(endpoint, START)
     assert [*first, *second] == [pytest.approx(row) for row in expected()]
     assert [call.params.options.get("start_pose") for call in engine.chunks] == [START, None]
@@ -80,8 +82,8 @@ def test_the_same_keys_from_the_same_start_give_the_same_poses(
 def test_the_generate_endpoint_reports_the_same_poses(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """At the generate endpoint, poses are messages of an extension, because the original protocol
-    has no message for them.
+    """The generate endpoint reports the same poses in messages of an extension, because the
+    original protocol has no message for poses.
     """
     with ExtendedClient(endpoint.port) as client:
         client.init(
@@ -127,7 +129,9 @@ def test_a_chunk_in_several_messages_has_its_poses_in_the_first(
 def test_a_wrong_start_pose_is_refused(
     endpoint: EndpointServer, engine: FakeEngine, wrong: Any
 ) -> None:
-    """The error of each endpoint names the wrong field, and the engine gets no request."""
+    """Every endpoint refuses a wrong start pose with an error that names the wrong field, and no
+    request reaches the engine.
+    """
     with endpoint.client() as client:
         message = infer(cameras=None, actions=KEYS[:3])
         message["extra_body"] |= {"start_pose": wrong}
@@ -148,8 +152,8 @@ def test_a_wrong_start_pose_is_refused(
 def test_a_later_request_with_a_start_pose_reaches_the_engine(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """The engine refuses a start pose in a later request by name, because the session has already
-    started.
+    """A start pose in a later request reaches the engine, which refuses it with an error that names
+    the field, because the session has already started.
     """
     with endpoint.client() as client:
         client.send(infer(cameras=None, actions=KEYS[:3], protocol_version=1))
@@ -163,8 +167,8 @@ def test_a_later_request_with_a_start_pose_reaches_the_engine(
 
 
 def test_a_world_has_its_own_focal_length(make_endpoint: MakeEndpoint) -> None:
-    """The focal length of a world scales with the width of the video, whereas that of a model is a
-    number of pixels.
+    """If a world description defines a focal length, the focal length scales with the width of the
+    video. Otherwise, the model's focal length, which is a number of pixels, applies.
     """
     own = msgspec.structs.replace(DESCRIPTION, focal=0.65)
     with make_endpoint(info={"actions": SPACE, "card": own}).client() as client:
@@ -198,7 +202,7 @@ def command(mode: str, translation: Any = (0, 0, 0), **fields: Any) -> dict[str,
 
 
 def moving(engine: FakeEngine) -> list[Any]:
-    """Return the chunks that have axes."""
+    """Return the chunk requests whose actions contain axes."""
     return [
         call
         for call in engine.chunks
@@ -207,10 +211,10 @@ def moving(engine: FakeEngine) -> list[Any]:
 
 
 def test_a_velocity_becomes_axes(endpoint: EndpointServer, engine: FakeEngine) -> None:
-    """A velocity of 0.05 units becomes one step on an axis, and a quarter turn per second stays a
-    quarter turn.
+    """For a model with axes, a velocity of 0.05 units becomes one step on an axis, and a quarter
+    turn per second stays a quarter turn.
 
-    The model moves the camera itself instead of receiving poses.
+    Such a model moves the camera itself, so it receives no poses for a velocity.
     """
     engine.start_pose = StartPose(**START)
     engine.delay_s = 0.02
@@ -241,8 +245,8 @@ def test_a_velocity_beyond_the_axes_is_refused(
 def test_a_target_starts_at_the_position_where_a_wall_stopped_the_camera(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """A target is relative to the start image, and the engine gets it in the session's
-    coordinates.
+    """A client gives a target relative to the start image, and the engine gets the target in the
+    session's coordinates, also after a wall has stopped the camera.
     """
     cells = torch.zeros(30, 30, dtype=torch.bool)
     cells[14 - 3] = True  # blocked from 3 m to the north
@@ -263,7 +267,7 @@ def test_a_target_starts_at_the_position_where_a_wall_stopped_the_camera(
 def test_a_velocity_without_axes_becomes_poses(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """A model that accepts keys and poses but no axes gets poses."""
+    """For a velocity, a model that accepts keys and poses but no axes gets poses."""
     with open_video(make_endpoint()) as client:
         client.send(command("velocity", (0, 0, 0.05)))
         wait_until(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`run_in_virtual_time` runs a coroutine whose waits take no real time and advance the loop's clock
-exactly.
+"""`run_in_virtual_time` runs a coroutine so that its waits take no real time but advance the event
+loop's clock exactly.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class _Selector(selectors.DefaultSelector):
-    """Advances the clock to the next timer instead of waiting for it."""
+    """Selector that advances the event loop's clock to the next timer instead of waiting for it."""
 
     now_s = 0.0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Audio files can be decoded, whole or streamed."""
+"""Encoded audio files can be decoded, whether they are written at once or streamed."""
 
 import io
 import wave
@@ -21,8 +21,8 @@ def in_pieces(audio_format: str) -> bytes:
 
 @pytest.mark.parametrize("audio_format", ["mp3", "opus", "aac", "flac", "wav"])
 def test_a_streamed_file_decodes_to_the_tone(audio_format: str) -> None:
-    """Duration, pitch and loudness of one second survive encoding and decoding. Lossy formats may
-    pad the sound.
+    """A one-second tone keeps its duration, pitch and loudness when it is encoded as a streamed
+    file and decoded. Lossy formats may pad the sound.
     """
     with av.open(io.BytesIO(in_pieces(audio_format))) as container:
         resampler = av.AudioResampler(format="flt", layout="mono", rate=RATE)

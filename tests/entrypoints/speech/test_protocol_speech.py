@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of the speech routes, how invalid ones are refused, and error responses."""
+"""Request bodies of the speech routes, errors for invalid bodies, and error responses."""
 
 from typing import Any
 

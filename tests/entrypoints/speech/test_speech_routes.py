@@ -98,8 +98,8 @@ def test_any_model_that_speaks_is_served_at_its_own_sample_rate(
 
 
 def test_a_generated_seed_is_returned_in_a_header(client: TestClient, hummer: Hummer) -> None:
-    """A generated seed is returned in a header, because audio has no field for it. A request
-    without a seed gets no header.
+    """A generated seed is returned in a header, because an audio file has no field for it. The
+    response to a request without a seed has no such header.
     """
     drawn = client.post(
         "/v1/audio/speech", json={"input": "hello", "seed": -1, "response_format": "wav"}
@@ -127,8 +127,8 @@ def test_a_model_that_does_not_speak_is_refused_at_start(tmp_path: Path) -> None
 
 
 def test_a_client_that_disconnects_is_logged_with_499() -> None:
-    """When a client disconnects, its work is cancelled and the access log has the status 499, with
-    any version of vLLM.
+    """When a client disconnects, its work is cancelled and the access log contains status 499,
+    whatever the version of vLLM.
     """
     cancelled = []
 
@@ -167,7 +167,7 @@ async def post_and_leave(app: FastAPI, path: str, body: dict[str, Any]) -> int:
     async def receive() -> dict[str, Any]:
         if (message := next(messages, None)) is not None:
             return message
-        await pause_task(0.05)  # the handler is running by then
+        await pause_task(0.05)  # wait until the handler is running
         return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:

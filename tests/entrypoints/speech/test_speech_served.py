@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speech over HTTP: `vllm serve --omni` of a tiny Qwen2.5-Omni (three engines, one address) with
-the `openai` client.
+"""Speech over HTTP: a tiny Qwen2.5-Omni (three engines, one address) served with `vllm serve
+--omni` and used with the `openai` client.
 """
 
 import base64
@@ -26,7 +26,9 @@ from helpers.waits import seconds, wait_until
 pytestmark = pytest.mark.nightly
 
 CODES = 40
-"""Maximum number of codes in a reply, because the tiny talker may end after any number of codes."""
+"""Maximum number of codes in a reply. A limit is needed, because the tiny talker may end after any
+number of codes.
+"""
 PIECE = 2
 SMALL_KEY = "a-key-with-a-small-quota"
 SAMPLES_PER_CODE = 480
@@ -112,8 +114,8 @@ def spoken(served: Served, **requested: Any) -> Any:
 
 
 def test_a_reply_has_text_and_audio(speech_server: Served) -> None:
-    """The transcript of a reply is the thinker's text, and its audio consists of all codes of the
-    talker. The same seed gives the same reply.
+    """The transcript of a reply is the thinker's text, and the audio is generated from all of the
+    talker's codes. The same seed gives the same reply.
     """
     silent = speech_server.client.chat.completions.create(
         model="null", messages=MESSAGES, temperature=0, max_tokens=12, seed=5
@@ -152,8 +154,8 @@ def test_a_streamed_reply_is_the_whole_one_in_parts(speech_server: Served) -> No
 
 @pytest.mark.parametrize("audio_format", ["wav", "mp3"])
 def test_a_text_is_read_aloud(speech_server: Served, audio_format: Any) -> None:
-    """The audio file has the requested format and the duration of its codes, except that mp3 pads
-    its ends.
+    """The audio file of a text that is read aloud has the requested format and the duration of its
+    codes, except that mp3 pads both ends.
     """
     with speech_server.client.audio.speech.with_streaming_response.create(
         model="null",
@@ -202,7 +204,7 @@ def test_a_spoken_reply_has_spans_and_a_request_id(
     speech_server: Served, collector: Collector
 ) -> None:
     """Each engine's span is a child of the reply's span, which belongs to the caller's trace. The
-    response and the log lines of the request have the request id.
+    response and the log lines of the request contain the request id.
     """
     body = {"model": "null", "messages": MESSAGES, "max_tokens": 12, **SPEECH}
     own = {"Authorization": f"Bearer {KEY}", "X-Request-Id": "spoken-1", "traceparent": TRACEPARENT}
@@ -242,8 +244,8 @@ def test_a_key_beyond_its_quota_may_not_speak(speech_server: Served) -> None:
 
 
 def test_a_client_that_leaves_holds_no_slot(speech_server: Served) -> None:
-    """More clients than the talker has slots leave after the first event, and later clients are
-    served immediately.
+    """Clients that disconnect hold no slot: after more clients than the talker has slots have
+    disconnected after their first event, later clients are served immediately.
     """
     pcm16 = {"voice": "Ethan", "format": "pcm16"}
     for _ in range(4):
@@ -254,8 +256,8 @@ def test_a_client_that_leaves_holds_no_slot(speech_server: Served) -> None:
 
 
 def test_a_dead_engine_is_reported(speech_server: Served) -> None:
-    """When the process of one engine is killed, its requests get 503 and `/health` names the
-    engine. The test runs last, because it kills an engine.
+    """When the process of one engine is killed, requests that need this engine get 503, and
+    `/health` names the engine. This test is the last in the module, because it kills an engine.
     """
     workers = [
         child

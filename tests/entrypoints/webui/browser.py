@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A driver of headless Chromium over its DevTools protocol, without additional packages: pages,
-keys, pointers, screenshots.
+"""A driver for headless Chromium over the DevTools protocol, without additional packages: pages,
+keys, pointers, and screenshots.
 
-`CHROMIUM` is the path of the browser, or None. Every wait has a deadline, and `errors` lists the
-errors of the page.
+`CHROMIUM` is the path of the browser, or None if there is none. Every wait has a deadline, and
+`errors` lists the errors of the page.
 """
 
 import base64
@@ -55,7 +55,8 @@ _FLAGS = (
         "--disable-background-timer-throttling",
         "--disable-renderer-backgrounding",
         "--force-color-profile=srgb",
-        # A host other than localhost, where plain HTTP offers no WebCodecs, as on a local network.
+        # Map a host name other than localhost to this machine. As on a local network, there are no
+        # WebCodecs at such a host over plain HTTP.
         "--host-resolver-rules=MAP world.test 127.0.0.1",
     ),
 )
@@ -63,7 +64,7 @@ _KEYS = {" ": ("Space", 32)}
 
 
 class PageError(AssertionError):
-    """The page did not reach an expected state, or it failed."""
+    """Raised if the page does not reach an expected state or reports an error."""
 
 
 class Page:
@@ -134,8 +135,8 @@ class Page:
         return response["result"].get("value")
 
     def call(self, module: str, code: str, *arguments: Any) -> Any:
-        """Import a module of the page and run `code`, a function body in which the module is `m`
-        and the arguments are `a`.
+        """Import a JavaScript module of the page and run `code`, a function body in which `m` is
+        the module and `a` holds the arguments.
         """
         arguments_json = json.dumps(arguments)
         return self.run(
@@ -144,8 +145,8 @@ class Page:
         )
 
     def wait_for(self, expression: str, timeout_s: float = 15.0) -> Any:
-        """Wait until the expression is true and return its value. On failure, raise with the errors
-        of the page.
+        """Wait until the expression is true and return its value. If it does not become true in
+        time, raise an error that contains the errors of the page.
         """
         deadline_s = time.monotonic() + seconds(timeout_s)
         while True:
@@ -257,7 +258,7 @@ class Page:
 
 @dataclass(frozen=True)
 class _Tab:
-    """DevTools' ids of a tab and of its browser context, which has separate cookies and storage."""
+    """DevTools ids of a tab and of its browser context, which has separate cookies and storage."""
 
     context: str
     target: str
@@ -267,8 +268,8 @@ class Browser:
     """A running Chromium with a new profile.
 
     One tab serves one page after another, because a new tab with a new process takes longer to open
-    than most tests run. Changes to the tab (window, touch, media) end with its DevTools connection
-    or are cleared when the page is left.
+    than most tests run. Changes to the tab (window, touch, media) are undone when its DevTools
+    connection ends or when the page is left.
     """
 
     def __init__(self, popen: "subprocess.Popen[bytes]", port: int, folder: Path) -> None:
@@ -278,7 +279,7 @@ class Browser:
     @contextlib.contextmanager
     def page(self, url: str = "about:blank") -> Iterator[Page]:
         """Yield a tab without cookies or storage. A new tab is opened if another page is open or
-        the last one failed.
+        the previous page failed.
         """
         tab, self._resting = self._resting or self._new_tab(), None
         try:
@@ -321,7 +322,7 @@ class Browser:
 
     def videos(self) -> set[Path]:
         """Return the finished downloads. Chromium first creates an empty file with the final name
-        and, when the download is complete, replaces that file.
+        and replaces it when the download is complete.
         """
         return {
             file
@@ -347,10 +348,10 @@ class Browser:
 
 @contextlib.contextmanager
 def running_browser(folder: Path) -> Iterator[Browser]:
-    """Run Chromium during the block, with its profile and downloads below `folder`."""
+    """Run Chromium while the `with` block runs, with its profile and downloads in `folder`."""
     assert CHROMIUM is not None, WHY_NOT
     (folder / "downloads").mkdir(parents=True)
-    # Chromium refuses to sandbox itself when it runs as root.
+    # Chromium's sandbox does not work when Chromium runs as root.
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
     command = [CHROMIUM, *_FLAGS, *sandbox, f"--user-data-dir={folder}", "about:blank"]
     with (folder / "chromium.log").open("wb") as log:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of the web page: one headless Chromium for all tests, and servers with a fake engine.
 
-Browser tests are skipped without Chromium. With `OMNI_REQUIRE_BROWSER=1`, which `.ci/run` sets if
-it could install Chromium, they fail instead.
+Without Chromium, browser tests are skipped, or fail with `OMNI_REQUIRE_BROWSER=1`, which `.ci/run`
+sets if Chromium is present or could be installed.
 """
 
 import os
@@ -80,7 +80,9 @@ def server(make_server: MakeServer) -> PageServer:
 
 @pytest.fixture
 def page(browser: Browser, server: PageServer) -> Iterator[Page]:
-    """Yield the connected page of `server`. Unexpected errors of the page fail the test."""
+    """Yield the page of `server` after it has connected. Unexpected errors of the page fail the
+    test.
+    """
     with browser.page(server.url) as page:
         page.wait_for("document.body.dataset.link === 'up'")
         yield page

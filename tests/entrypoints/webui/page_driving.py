@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers that operate the web page and read its state and that of its fake engine."""
+"""Helpers that operate the web page and read the state of the page and of its fake engine."""
 
 from browser import Page
 from helpers.fake_engine import Call, FakeEngine
@@ -19,7 +19,9 @@ def start_now(page: Page) -> None:
 
 
 def press_enter(page: Page) -> None:
-    """Press Enter as a keyboard does, including its text, which activates the focused control."""
+    """Press Enter as a keyboard does, including the key's text, without which the focused control
+    would not be activated.
+    """
     page.send(
         "Input.dispatchKeyEvent",
         type="keyDown",
@@ -31,8 +33,8 @@ def press_enter(page: Page) -> None:
 
 
 def later_chunks(engine: FakeEngine, count: int = 3) -> list[Call]:
-    """Return the next `count` chunks that are requested after this call, except one that may be in
-    flight.
+    """Return the next `count` chunk requests after this call, skipping the first, which may already
+    be in flight.
     """
     start = len(engine.chunks) + 1
     wait_until(lambda: len(engine.chunks) >= start + count)
@@ -40,12 +42,12 @@ def later_chunks(engine: FakeEngine, count: int = 3) -> list[Call]:
 
 
 def axes(calls: list[Call]) -> list[dict[str, float]]:
-    """Return the axes of each latent frame."""
+    """Return the axis values of each latent frame."""
     return [as_frame(entry).axes for call in calls for entry in call.params.actions or []]
 
 
 def moved(engine: FakeEngine, axis: str) -> float:
-    """Return the sum of an axis over all frames until now."""
+    """Return the sum of an axis over all frames so far."""
     return sum(frame.get(axis, 0.0) for frame in axes(engine.chunks))
 
 

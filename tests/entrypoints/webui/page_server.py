@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The realtime endpoints with the web page, stock vLLM's key check if there are keys, and a fake
-engine.
+"""A server with the realtime endpoints, the web page, stock vLLM's key check if there are keys, and
+a fake engine.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +19,10 @@ MakeServer = Callable[..., "PageServer"]
 
 
 class PageServer(EndpointServer):
-    """A server with the web page, combined as vLLM and the plugin combine their parts.
+    """A server with the web page, assembled in the way that vLLM and the plugin assemble their
+    parts.
 
-    `keys` are the API keys, where no keys means no check. `world` is a checkpoint with a world
+    `keys` are the API keys. Without keys, none are checked. `world` is a checkpoint with a world
     description.
     """
 
@@ -49,9 +50,7 @@ class PageServer(EndpointServer):
         return f"http://127.0.0.1:{self.port}/omni/"
 
     def cut_connections(self) -> int:
-        """Abort every open WebSocket, as a network failure does, and return the number of aborted
-        ones.
-        """
+        """Abort all open WebSockets, as a network failure does, and return their number."""
         sockets = [
             item
             for item in self.server.server_state.connections

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In a world of buttons, axes and a wheel, the page shows the actions of the model, and only these
+"""For a model with buttons, axes and a wheel, the page shows the model's actions, and only these
 reach the engine.
 """
 
@@ -57,8 +57,8 @@ def reaches(engine: FakeEngine, condition: Callable[[list[Frame]], Any]) -> None
 
 @pytest.fixture
 def open_page(browser: Browser, make_server: MakeServer) -> Callable[[ActionSpace], Any]:
-    """Return a function: `with open_page(space) as page` opens the connected page of a server with
-    that action space.
+    """Return a function: `with open_page(space) as page` opens the page of a server with that
+    action space and waits until it has connected.
     """
 
     def opened(space: ActionSpace) -> Any:
@@ -123,8 +123,8 @@ def test_a_key_holds_a_button_and_a_short_press_acts_once(play: Page, engine: Fa
 
 
 def test_the_mouse_moves_axes_and_the_wheel_scrolls(play: Page, engine: FakeEngine) -> None:
-    """Dragging 40 pixels to the left turns right by 40 pixels, up is positive y, and one wheel
-    notch is one step.
+    """The mouse moves axes and the wheel scrolls: dragging 40 pixels to the left turns right by 40
+    pixels, up is positive y, and one wheel notch is one step.
     """
     start_now(play)
     play.drag("#view", -40, -20)
@@ -144,8 +144,8 @@ def test_the_mouse_moves_axes_and_the_wheel_scrolls(play: Page, engine: FakeEngi
 
 
 def test_a_captured_mouse_moves_and_its_button_fires(play: Page, engine: FakeEngine) -> None:
-    """After a click on Look, the mouse moves the view without a pressed button, and a click is an
-    action.
+    """After a click on Look, the page captures the mouse: moving the mouse moves the view without a
+    pressed button, and a click is an action.
     """
     start_now(play)
     play.click("#look")
@@ -169,8 +169,8 @@ def test_a_slider_sets_an_axis_until_it_is_moved(play: Page, engine: FakeEngine)
 
 
 def test_fingers_hold_the_buttons_on_the_page(play: Page, engine: FakeEngine) -> None:
-    """On a phone, the left stick presses the four directions and the right one moves the mouse's
-    axes.
+    """On a phone, the left stick presses the buttons of the four directions, and the right stick
+    moves the mouse axes.
     """
     play.phone()
     start_now(play)
@@ -193,8 +193,8 @@ def test_fingers_hold_the_buttons_on_the_page(play: Page, engine: FakeEngine) ->
 def test_one_button_at_a_time_in_an_exclusive_space(
     open_page: Callable[..., Any], engine: FakeEngine
 ) -> None:
-    """In an exclusive space, only the newest button acts and the mouse cannot be captured. Prompt
-    and image are optional.
+    """In an exclusive action space, only the most recent button acts and the mouse cannot be
+    captured. Prompt and image are optional.
     """
     with open_page(RUNNER) as page:
         page.wait_for("document.body.dataset.link === 'up'")
@@ -217,8 +217,8 @@ def test_one_button_at_a_time_in_an_exclusive_space(
 def test_a_lost_world_without_images_is_started_over(
     browser: Browser, make_server: MakeServer, engine: FakeEngine
 ) -> None:
-    """When a world without images is lost, the notice offers a new start, because there is no image
-    to continue from.
+    """When the session of a model without images is lost, the page offers to start again, because
+    there is no image to continue from.
     """
     with browser.page(make_server(info={"actions": PLAY, "fps": 48.0}).url) as page:
         page.wait_for("document.body.dataset.link === 'up'")

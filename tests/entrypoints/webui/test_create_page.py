@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The web page of servers without a world, in headless Chromium with real routes and an instant
-engine.
+"""The web page of servers without a world model, in headless Chromium with real routes and an
+engine that responds instantly.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ IMAGES = Capabilities(tasks=("text_to_image",))
 
 
 class MediaEngine(InstantEngine):
-    """An instant engine that also responds to questions."""
+    """An engine that responds instantly, also to understanding requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,8 +108,8 @@ SIZE = (
 
 
 def test_a_prompt_becomes_an_image(open_page: Any, engine: MediaEngine) -> None:
-    """The image has the model's size and the given seed, and the page offers only the tasks that
-    the model supports.
+    """The page shows an image of the model's size, generated from the prompt with the given seed,
+    and offers only the tasks that the model supports.
     """
     page = open_page(IMAGES)
     ready(page)
@@ -154,7 +154,7 @@ def test_a_refusal_shows_the_error_of_the_server(open_page: Any) -> None:
 
 
 def test_the_page_asks_for_the_key(open_page: Any) -> None:
-    """The page works once the key has been entered."""
+    """The page asks for the API key and works once the key has been entered."""
     page = open_page(IMAGES, ("sesame",))
     page.wait_for("document.querySelector('#key-dialog').open")
     page.run("document.querySelector('#key-dialog input').focus()")

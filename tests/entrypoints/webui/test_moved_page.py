@@ -60,7 +60,9 @@ def move_only_session(source: Served, name: str) -> tuple[str, dict[str, Any]]:
 
 
 def test_the_webrtc_page_follows_its_session(browser: Browser, fleet: TestFleet) -> None:
-    """Frame n of the null world has the brightness n, which continues to rise after each move."""
+    """The WebRTC page still shows its session after each move: frame n of the null world has the
+    brightness n, and the brightness continues to rise.
+    """
     a, b = fleet["a"], fleet["b"]
     with browser.page(f"http://127.0.0.1:{a.port}/omni/webrtc.html") as page:
         enter_key(page)
@@ -80,8 +82,8 @@ def test_the_webrtc_page_follows_its_session(browser: Browser, fleet: TestFleet)
 
 
 def test_the_page_follows_its_world(browser: Browser, fleet: TestFleet) -> None:
-    """The session moves there and back while it is played, and once more when its server stops. The
-    page shows each chunk once and reports no problem.
+    """A session moves to the other server and back while it is played, and once more when its
+    server stops. The page shows each chunk once and reports no problem.
     """
     a, b = fleet["a"], fleet["b"]
     with browser.page(f"http://127.0.0.1:{a.port}/omni/") as page:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On a host other than localhost, browsers have no WebCodecs over plain HTTP. The page then decodes
-H.264 with Media Source Extensions, or receives frames as JPEG.
+"""On hosts other than localhost, browsers provide no WebCodecs over plain HTTP. The page then
+decodes H.264 with Media Source Extensions, or receives frames as JPEG.
 """
 
 import json
@@ -17,7 +17,7 @@ from websockets.sync.client import connect
 
 pytestmark = pytest.mark.nightly
 
-IGNORED = "Cross-Origin-Opener-Policy"  # browsers report that they ignore this header there
+IGNORED = "Cross-Origin-Opener-Policy"  # browsers ignore it over plain HTTP and say so
 CODEC = "document.querySelector('[data-stat=codec]').textContent"
 RESTED = (
     f"{PARTS}.then(({{ app }}) => app.isResting && app.player.numBuffered === 0 && "
@@ -29,7 +29,7 @@ NOTE = f"""{PARTS}.then(({{ app }}) => {{
     app.player.onframe = (frame) => {{ shown(frame);
         const level = () => view.getContext("2d").getImageData(40, 24, 1, 1).data[1];
         seen.push(app.player.shown === frame ? level() : null); }}; }})"""
-"""Store the brightness of each frame, or None if the frame was due together with a later one."""
+"""Store the brightness of each frame, or null if a later frame was displayed in its place."""
 
 
 @pytest.fixture
@@ -60,7 +60,9 @@ def walk_and_rest(page: Page, engine: FakeEngine, num_chunks: int) -> None:
 
 
 def test_every_frame_is_shown_in_order_with_its_stamp(mse_page: Page, engine: FakeEngine) -> None:
-    """Frame n has the brightness n, and the page reports the time from a key to its effect."""
+    """Every frame is shown in order: frame n has the brightness n. The page reports the time from a
+    key press to its effect.
+    """
     mse_page.run(NOTE)
     start_now(mse_page)
     walk_and_rest(mse_page, engine, 6)
@@ -110,7 +112,7 @@ def test_a_spectator_sees_what_the_player_decodes_by_mse(
 
 @pytest.mark.parametrize("gone", ["MediaSource", "requestVideoFrameCallback"])
 def test_jpeg_comes_last(browser: Browser, slow_server: PageServer, gone: str) -> None:
-    """JPEG is the last choice, for a browser that has neither decoder."""
+    """The page requests JPEG only if the browser has neither of the two decoders."""
     with browser.page() as page:
         owner = "HTMLVideoElement.prototype" if gone.startswith("request") else "globalThis"
         page.send("Page.addScriptToEvaluateOnNewDocument", source=f"delete {owner}.{gone}")

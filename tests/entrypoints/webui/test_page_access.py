@@ -17,8 +17,8 @@ pytestmark = pytest.mark.nightly
 def test_the_world_page_asks_for_the_key(
     browser: Browser, make_server: MakeServer, engine: FakeEngine
 ) -> None:
-    """A wrong API key gets an error. The right key is exchanged for tickets and appears in no
-    address and no storage.
+    """The page asks for the API key and shows an error for a wrong key. The right key is exchanged
+    for tickets and appears in no URL and no browser storage.
     """
     server = make_server(keys=["sesame street"])
     with browser.page(server.url) as page:
@@ -43,7 +43,9 @@ def test_the_world_page_asks_for_the_key(
 
 
 def test_nothing_comes_from_elsewhere(page: Page, server: PageServer, engine: FakeEngine) -> None:
-    """The page requests only addresses of this server, and its policy forbids all others."""
+    """The page sends requests only to this server, and its Content Security Policy forbids all
+    other servers.
+    """
     start_now(page)
     own = (
         f"http://127.0.0.1:{server.port}/",
@@ -58,7 +60,7 @@ def test_nothing_comes_from_elsewhere(page: Page, server: PageServer, engine: Fa
 
 
 def test_a_phone_shows_sticks_and_they_steer(page: Page, engine: FakeEngine) -> None:
-    """On a phone, everything fits the width, and the left stick walks."""
+    """On a phone, everything fits the width of the screen, and the left stick moves the camera."""
     page.phone()
     start_now(page)
     assert page.run("document.documentElement.scrollWidth <= innerWidth")
@@ -72,8 +74,8 @@ def test_a_phone_shows_sticks_and_they_steer(page: Page, engine: FakeEngine) -> 
 
 
 def test_every_control_is_named_and_reachable_by_keyboard(page: Page, engine: FakeEngine) -> None:
-    """Buttons and fields have names, the tab order is natural, and a session can be started and
-    steered without a mouse.
+    """Buttons and fields have accessible names, the tab order is natural, and a session can be
+    started and steered without a mouse.
     """
     nameless = """[...document.querySelectorAll("button, input, textarea, select, canvas, dialog")].filter((e) =>
         !(e.textContent.trim() || e.ariaLabel || e.getAttribute("aria-labelledby") || e.labels?.length))

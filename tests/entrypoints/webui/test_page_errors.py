@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that the web page shows, and how the user can continue, in headless Chromium with real
+"""Errors that the web page shows and ways for the user to continue, in headless Chromium with real
 sockets and a fake engine.
 """
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.nightly
 
 def test_a_lost_connection_is_resumed(page: Page, engine: FakeEngine, server: PageServer) -> None:
     """After a lost connection, the session continues with every chunk once and in order, and the
-    page shows the state.
+    page shows the state of the connection.
     """
     engine.delay_s = 0.15
     start_now(page)
@@ -41,7 +41,8 @@ def test_a_lost_connection_is_resumed(page: Page, engine: FakeEngine, server: Pa
     seen = page.run("window.seen")
     assert seen == list(range(seen[0], seen[0] + len(seen)))
     assert len(engine.worlds) == 1
-    delivered = {call.params.chunk_index: call for call in engine.chunks}  # the last request counts
+    # If a chunk was requested several times, its last request counts.
+    delivered = {call.params.chunk_index: call for call in engine.chunks}
     walked = [frame.get("forward", 0.0) for frame in axes([delivered[index] for index in seen])]
     # The page may have requested its first chunks before the key was pressed.
     walking = walked[walked.index(1.0) :]
@@ -51,8 +52,8 @@ def test_a_lost_connection_is_resumed(page: Page, engine: FakeEngine, server: Pa
 
 
 def test_a_missing_image_is_reported_and_dimmed(page: Page, engine: FakeEngine) -> None:
-    """If no image arrives for two seconds, the page shows a notice even though the connection is
-    up. The next image removes the notice.
+    """If no image arrives for two seconds, the page dims the image and shows a notice even though
+    the connection is up. The next image removes the notice.
     """
     start_now(page)
     page.key("keyDown", "w")
@@ -66,8 +67,8 @@ def test_a_missing_image_is_reported_and_dimmed(page: Page, engine: FakeEngine) 
 
 
 def test_a_broken_image_offers_to_go_back(village_page: Page, engine: FakeEngine) -> None:
-    """When the image breaks, the page offers the copy made ten seconds earlier, and the session
-    continues from there.
+    """When the image breaks, the page offers to go back to the copy of the session made ten seconds
+    earlier, and the session continues from that copy.
     """
     page, before = village_page, len(engine.worlds)
     page.run(f"{PARTS}.then(({{ app }}) => {{ window.at = app; app.watch.look = () => {{}}; }})")
@@ -94,8 +95,8 @@ def test_a_broken_image_offers_to_go_back(village_page: Page, engine: FakeEngine
 def test_an_image_of_the_ground_is_not_taken_for_broken(
     village_page: Page, engine: FakeEngine
 ) -> None:
-    """When the camera looks far down, a correct image may be flat, so the page does not judge
-    it.
+    """When the camera looks far down, a correct image may have little detail, so the page does not
+    check it for breakage.
     """
     page, engine.start_pose = village_page, StartPose(x_m=0, z_m=0, heading_degrees=0)
     page.run(
@@ -147,7 +148,9 @@ def test_a_connection_lost_before_the_first_image(
 
 
 def test_a_lost_world_can_continue_from_its_last_image(page: Page, engine: FakeEngine) -> None:
-    """When a world is lost, the page offers a new session that starts with the last image."""
+    """When the server has lost the session, the page offers a new session that starts with the last
+    image.
+    """
     start_now(page)
     page.key("keyDown", "w")
     later_chunks(engine, 2)
@@ -171,8 +174,8 @@ def dead(params: DiffusionParams) -> None:
 
 @pytest.mark.parametrize("retained", [True, False], ids=["kept", "lost"])
 def test_a_dead_engine_is_reported(page: Page, engine: FakeEngine, retained: bool) -> None:
-    """A dead engine is not shown as a pause. The page reports a resumed or a lost session only
-    after the server has shown which of them it is.
+    """A dead engine is not shown as a pause. The page reports a resumed or a lost session only once
+    the server's behaviour shows which of the two it is.
     """
     start_now(page)
     page.key("keyDown", "w")
@@ -204,8 +207,8 @@ def test_a_dead_engine_is_reported(page: Page, engine: FakeEngine, retained: boo
 def test_a_refused_request_stops_the_world_until_tried_again(
     page: Page, engine: FakeEngine
 ) -> None:
-    """After a refused request, the page shows the reason, which differs from a pause, and requests
-    nothing until the user tries again.
+    """After a refused request, the page shows the reason, which looks different from a pause, and
+    requests nothing until the user tries again.
     """
 
     def refuse(params: DiffusionParams) -> None:
@@ -246,7 +249,7 @@ def test_a_model_without_controls_is_reported(browser: Browser, make_server: Mak
 def test_sizes_and_frame_rate_come_from_the_server(
     browser: Browser, make_server: MakeServer, engine: FakeEngine
 ) -> None:
-    """The page uses the sizes and the frame rate of the server."""
+    """The page uses the image sizes and the frame rate that the server reports."""
     info = {"height": 96, "width": 128, "fps": 8.0, "patch_size": (1, 4, 4)}
     with browser.page(make_server(info=info).url) as page:
         page.wait_for("document.body.dataset.link === 'up'")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of the page are served complete, with the right headers, and without external
+"""The files of the page are served completely, with the right headers, and without external
 references.
 """
 
@@ -34,8 +34,8 @@ def get(server: PageServer, name: str, **headers: str) -> tuple[int, dict[str, s
 
 
 def test_every_file_is_served_as_it_is(server: PageServer) -> None:
-    """Every file is sent unchanged, with its content type and the headers that restrict it to this
-    server.
+    """Every file is sent unchanged, with its content type and the headers that restrict the page to
+    this server.
     """
     files = [file for file in STATIC.rglob("*") if file.is_file()]
     assert len(files) > 20
@@ -48,7 +48,7 @@ def test_every_file_is_served_as_it_is(server: PageServer) -> None:
 
 
 def test_an_unchanged_file_is_not_sent_again(server: PageServer) -> None:
-    """A request with the current ETag gets 304."""
+    """An unchanged file is not sent again: a request with the current ETag gets 304."""
     _, headers, _ = get(server, "js/main.js")
     assert get(server, "js/main.js", **{"If-None-Match": headers["etag"]})[0] == 304
 
@@ -67,8 +67,8 @@ def test_the_address_without_a_slash_redirects_to_the_page(server: PageServer) -
 
 
 def test_all_references_are_to_files_of_the_page() -> None:
-    """The page refers to no other host, no missing file, and no inline script or style, which the
-    policy would block.
+    """The page refers to no other host and no missing file. It has no inline script or style, which
+    its Content Security Policy would block.
     """
     for file in STATIC.rglob("*"):
         if file.suffix not in (".html", ".js", ".css", ".svg"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of the page in common window sizes, measured as rectangles in Chromium."""
+"""The layout of the page at common window sizes, checked through element rectangles in Chromium."""
 
 import time
 from collections.abc import Iterator
@@ -83,7 +83,9 @@ def scrolls(page: Page, selector: str = "html") -> bool:
 def test_the_image_keeps_its_shape_and_fills_the_window(
     page: Page, shape: tuple[int, int], window: tuple[int, int]
 ) -> None:
-    """The image keeps its shape and fills the window in the dark and the light scheme."""
+    """The image keeps its aspect ratio and fills the window in both the dark and the light colour
+    scheme.
+    """
     be(page, window, "dark")
     start(page)
     check_image(page, shape, window)
@@ -92,8 +94,8 @@ def test_the_image_keeps_its_shape_and_fills_the_window(
 
 
 def check_image(page: Page, shape: tuple[int, int], window: tuple[int, int]) -> None:
-    """Check that the frame has no bars, is as wide as its column or ends just above the element
-    below it, and is not covered.
+    """Check that the image has no bars, is either as wide as its column or ends just above the
+    element below it, and is not covered.
     """
     frame, view, column = box(page, "#frame"), box(page, "#view"), box(page, ".stage-column")
     assert frame == view
@@ -114,8 +116,8 @@ def check_image(page: Page, shape: tuple[int, int], window: tuple[int, int]) -> 
     "window", [*DESKTOPS, SIDEWAYS], ids=lambda window: "x".join(map(str, window))
 )
 def test_nothing_scrolls_before_or_in_a_world(page: Page, window: tuple[int, int]) -> None:
-    """Neither the page nor the panel scrolls. On an upright phone, the settings are below the
-    image, and everything fits the width.
+    """Neither the page nor the panel needs to scroll, before or during a session. On an upright
+    phone, the settings are below the image, and everything fits the width.
     """
     be(page, window)
     assert not scrolls(page)
@@ -143,7 +145,9 @@ def test_an_upright_phone_fits_its_width_and_shows_the_controls_at_once(page: Pa
     "window", [UPRIGHT, SIDEWAYS], ids=lambda window: "x".join(map(str, window))
 )
 def test_sticks_are_alongside_the_image(page: Page, window: tuple[int, int]) -> None:
-    """The sticks cover nothing, whether the detailed numbers are open or not."""
+    """The sticks are next to the image and cover nothing, whether or not the detailed statistics
+    are shown.
+    """
     be(page, window)
     start(page)
     for _ in range(2):
@@ -192,7 +196,7 @@ def test_the_start_image_is_shown_at_once(
     assert time.monotonic() - started_s < seconds(2.0)
     assert seen["size"] == list(shape)
     assert seen["off"] < 2
-    assert seen["mean"] > 70  # alpha counts with 255
+    assert seen["mean"] > 70  # the mean includes alpha, which is 255
     assert "first pictures" in seen["words"]
     page.wait_for("document.querySelector('#view').classList.contains('has-picture')")
     page.wait_for("document.querySelector('#notices').hidden")
@@ -202,8 +206,8 @@ def test_the_start_image_is_shown_at_once(
 
 
 def test_full_screen_shows_the_image_alone_as_large_as_it_can(page: Page) -> None:
-    """In full screen, the image reaches two edges of the screen. Afterwards, everything else is
-    shown again.
+    """In full screen, only the image is shown, and it reaches two opposite edges of the screen.
+    When full screen ends, everything else is shown again.
     """
     be(page, (1280, 800))
     start(page)

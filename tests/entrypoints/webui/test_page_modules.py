@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JavaScript modules of the page run in a browser and are compared with this package's Python
+"""The JavaScript modules of the page, run in a browser and compared with this package's Python
 code.
 """
 
@@ -93,7 +93,7 @@ def values(count: int) -> list[Any]:
 
 
 def test_the_server_reads_messages_of_the_browser(module_page: Page) -> None:
-    """Values of every kind that the browser encodes are decoded unchanged."""
+    """Values of every kind that the browser encodes are decoded unchanged by the server."""
     sent = values(NUM_VALUES)
     texts = module_page.call(
         "/omni/js/msgpack.js", "return a[0].map((v) => b64(m.encode(v)))", sent
@@ -113,8 +113,8 @@ def test_the_browser_reads_messages_of_the_server(module_page: Page) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to what JavaScript can represent. JavaScript has one type of number, so whole
-    floats become integers, and the key order of its objects may differ.
+    """Convert a value to what JavaScript can represent. JavaScript has only one number type, so
+    whole floats become integers, and the key order of objects may differ.
     """
     if isinstance(value, dict):
         return sorted([key, _plain(item)] for key, item in value.items())
@@ -140,7 +140,7 @@ def test_lengths_at_each_header_size_survive(module_page: Page) -> None:
 
 
 def test_broken_messages_are_refused(module_page: Page) -> None:
-    """Truncated messages, trailing bytes, false lengths, extension types and deep nesting raise
+    """Truncated messages, trailing bytes, wrong lengths, extension types and deep nesting raise
     `MsgpackError`.
     """
     good = msgspec.msgpack.encode({"a": [1, 2.5, "text", b"bytes", {"b": None}], "c": -70000})
@@ -185,8 +185,8 @@ JOIN = "return b64(new Uint8Array(await new Blob(m.joinMp4(a[0].map(raw))).array
 @pytest.mark.parametrize("counts", [[9], [9, 12], [9, 12, 12, 12], [1, 1, 12], [3, 40, 2]])
 @pytest.mark.parametrize("fps", [16, 24, 29.97])
 def test_joined_chunks_are_one_video(module_page: Page, counts: list[int], fps: float) -> None:
-    """The joined video is one file with its index first. The frames of the joined video are in
-    order, bit-identical to those of the chunks, and evenly timed.
+    """Chunks are joined into one video file, which starts with its index. Its frames are in order,
+    bit-identical to those of the chunks, and evenly timed.
     """
     files = clips(counts, fps)
     joined = base64.b64decode(
@@ -209,7 +209,7 @@ def test_joined_chunks_are_one_video(module_page: Page, counts: list[int], fps: 
 
 
 def test_a_joined_video_can_be_sought(module_page: Page) -> None:
-    """A joined video can be sought, because the index lists a key frame at the start of each
+    """A player can seek in a joined video, because the index lists a key frame at the start of each
     chunk.
     """
     joined = base64.b64decode(
@@ -250,7 +250,9 @@ STILL = dict.fromkeys(("forward", "right", "up", "yaw", "pitch"), 0)
 
 
 def frames(page: Page, count: int, speed: float = 1, **reading: Any) -> list[Any]:
-    """Return the actions of each latent frame. `held` and `taps` are completed with zeros."""
+    """Return the actions of each latent frame. Missing keys of `held` and `taps` are set to
+    zero.
+    """
     held, taps = {**STILL, **reading.pop("held", {})}, {**STILL, **reading.pop("taps", {})}
     full = {"held": held, "taps": taps, "turnYaw": 0, "turnPitch": 0, **reading}
     how = {"speed": speed, "turnSpeed": speed, "space": SPACE.as_json()}
@@ -260,8 +262,8 @@ def frames(page: Page, count: int, speed: float = 1, **reading: Any) -> list[Any
 
 
 def test_keys_move_as_the_reference_does(module_page: Page) -> None:
-    """In one latent frame, W is a step ahead, L turns 6 degrees to the right and I turns 4 degrees
-    up, each multiplied by its speed.
+    """In one latent frame, W moves a step forward, L turns 6 degrees to the right and I turns 4
+    degrees up. Each is multiplied by its speed.
     """
     assert frames(module_page, 2, held={"forward": 1}) == [{"axes": {"forward": 1}}] * 2
     assert frames(module_page, 1, held={"yaw": 1, "pitch": 1}) == [{"axes": {"yaw": 6, "pitch": 4}}]
@@ -280,13 +282,13 @@ def test_walking_is_no_faster_diagonally(module_page: Page) -> None:
 
 
 def test_a_tap_is_one_latent_frame(module_page: Page) -> None:
-    """A tap acts for one frame of a chunk of three, however short it is."""
+    """A tap acts for one latent frame of a chunk of three, however short the tap is."""
     assert frames(module_page, 3, taps={"forward": 1}) == [{"axes": {"forward": 1}}, [], []]
 
 
 def test_a_drag_is_spread_over_the_chunk(module_page: Page) -> None:
-    """A drag is spread over the frames of a chunk, so the value of each latent frame stays in
-    range.
+    """A drag is spread over the latent frames of a chunk, so that the value of each latent frame
+    stays in range.
     """
     assert (
         frames(module_page, 3, turnYaw=30, turnPitch=-6) == [{"axes": {"turn": 10, "look": -2}}] * 3
@@ -295,8 +297,8 @@ def test_a_drag_is_spread_over_the_chunk(module_page: Page) -> None:
 
 
 def test_the_server_accepts_every_frame(module_page: Page) -> None:
-    """The server accepts every frame, even at the highest slider speeds with every key held and a
-    drag.
+    """The server accepts every action frame, even with the sliders at the highest speeds, every key
+    held and a drag.
     """
     held = dict.fromkeys(STILL, 1)
     [frame] = frames(module_page, 1, 4, held=held, turnYaw=1e4, turnPitch=-1e4)
@@ -330,8 +332,8 @@ def test_world_poses_become_a_position_for_each_video_frame(module_page: Page) -
 
 
 def test_a_position_is_a_start_pose(module_page: Page) -> None:
-    """A position becomes a start pose with the same numbers, except that the heading is reduced to
-    one turn.
+    """A position is converted to a start pose with the same values, except that the heading is
+    reduced to one turn.
     """
     code = "return m.startPoseOf(m.placeOf(a[0]))"
     pose = module_page.call("/omni/js/walking.js", code, [1.5, -2.0, -90.0, 12.0])
@@ -357,8 +359,8 @@ WATCH = """const watch = new m.Watch(); let now = 0; const seen = [];
 def test_an_image_that_stays_broken_is_noticed_after_three_seconds(
     module_page: Page, quiet: float, lively: float
 ) -> None:
-    """Only images that stay broken for three seconds are noticed. The sequence is normal images,
-    broken ones for two seconds, a normal one, and then broken ones for longer.
+    """Only images that stay broken for three seconds are noticed. The test shows normal images,
+    broken images for two seconds, one normal image, and then broken images for longer.
     """
     usual, bad = (0.5, 10), (quiet, lively)
     parts = [(*usual, 12), (*bad, 8), (*usual, 1), (*bad, 8), (*bad, 8)]
@@ -367,8 +369,8 @@ def test_an_image_that_stays_broken_is_noticed_after_three_seconds(
 
 
 def test_walls_and_seasons_are_not_broken(module_page: Page) -> None:
-    """The quietest and the liveliest views of the village (99 %), and another style, are not taken
-    for broken.
+    """The least and the most detail measured in 99 % of the views of the village, and the detail of
+    images in another style, are not taken for broken.
     """
     parts = [(0.5, 10.2, 12), (0, 3.3, 40), (2.9, 19.9, 40), (0.3, 6, 40)]
     assert module_page.call("/omni/js/watch.js", WATCH, parts) == [[True, False]] * 4
@@ -380,8 +382,8 @@ def test_a_world_that_starts_flat_is_not_broken(module_page: Page) -> None:
 
 
 def test_detail_is_measured_in_the_parts_of_an_image(module_page: Page) -> None:
-    """Detail is measured separately in parts of the image, which here has stripes of 0 and 100 in
-    its left half and a flat right half.
+    """Detail is measured separately in parts of the image. The test image has stripes of 0 and 100
+    in its left half and a uniform right half.
     """
     code = """const data = new Uint8ClampedArray(4 * 80 * 48).map((_, i) => {
         const x = (i >> 2) % 80; return i % 4 === 3 ? 255 : x < 40 && x % 2 ? 100 : 0; });
@@ -396,8 +398,8 @@ def test_detail_is_measured_in_the_parts_of_an_image(module_page: Page) -> None:
 
 
 def test_the_next_chunk_is_requested_in_time(module_page: Page) -> None:
-    """The next chunk is requested immediately until times are known, and then as late as the
-    measured waiting time and the margin allow.
+    """The next chunk is requested immediately while no times have been measured, and later as late
+    as the measured waiting time and the margin allow.
     """
     code = """const pacer = new m.Pacer(); pacer.marginMs = 100; const before = pacer.isTime(10000, 0);
         for (let i = 0; i < 20; i++) pacer.add(300, 12);
@@ -422,7 +424,7 @@ def test_the_waiting_time_is_known_after_three_chunks(
     module_page: Page, numbers: list[int]
 ) -> None:
     """Compilation makes the first or second chunk slow. After three chunks, the waiting time is
-    that of the other chunks.
+    that of the chunks that were not slow.
     """
     for frames in (4, 12):
         *_, (needed_ms, supply) = module_page.call("/omni/js/pacer.js", NEEDED, numbers, frames)
@@ -432,7 +434,8 @@ def test_the_waiting_time_is_known_after_three_chunks(
 
 def test_frames_that_come_apart_shorten_the_waiting_time(module_page: Page) -> None:
     """Frames that arrive separately shorten the waiting time, because playback starts with the
-    first one and the last one may arrive later. The supply is still that of whole chunks.
+    first frame while later frames may still arrive. The rate at which the server supplies frames is
+    still computed from the times of whole chunks.
     """
     code = """const pacer = new m.Pacer(); pacer.marginMs = 0;
         for (let i = 0; i < 20; i++) pacer.add(400, 12, 250);
@@ -443,8 +446,8 @@ def test_frames_that_come_apart_shorten_the_waiting_time(module_page: Page) -> N
 def test_the_buffer_ignores_one_late_chunk_and_follows_a_slower_server(
     module_page: Page,
 ) -> None:
-    """A single delay of three seconds leaves the buffer unchanged, and a slower server is
-    recognised at its third chunk.
+    """A single chunk that takes three seconds leaves the buffer unchanged. A server that has become
+    slower is recognised at its third slow chunk.
     """
     needed = [
         ms
@@ -474,8 +477,8 @@ PLAY = """
 
 
 def test_frames_are_shown_evenly_and_in_order(module_page: Page) -> None:
-    """At 60 Hz, each of 16 frames per second is shown for 3 or 4 refreshes, also across chunk
-    borders.
+    """At 16 frames per second on a 60 Hz display, each frame is shown for 3 or 4 refreshes, also
+    across chunk borders.
     """
     code = "for (const tag of [0, 1, 2]) await push(tag); run(3); return [drawn, player.numStalls]"
     drawn, stalls = module_page.call("/omni/js/player.js", PLAY + code)
@@ -485,12 +488,12 @@ def test_frames_are_shown_evenly_and_in_order(module_page: Page) -> None:
     gaps_ms = np.diff([time for _, _, time in drawn])
     assert gaps_ms.min() > 45
     assert gaps_ms.max() < 70
-    assert stalls == 1  # after the last frame
+    assert stalls == 1  # the only stall is after the last frame
 
 
 def test_the_buffer_counts_the_frame_that_is_shown(module_page: Page) -> None:
     """`bufferedMs` is the time until playback has to wait. A chunk that arrives just within that
-    time does not interrupt playback, and one that arrives a refresh later does.
+    time does not interrupt playback, but a chunk that arrives one refresh later does.
     """
     code = """await push(0); run(0.4); const ms = player.bufferedMs; run(ms / 1000 - a[0] / 60);
         const early = player.numStalls; await push(1); run(0.1); return [early, player.numStalls]"""
@@ -518,7 +521,9 @@ def test_a_slow_supply_slows_the_image_evenly(module_page: Page) -> None:
 
 
 def test_a_decoded_frame_does_not_wait_for_later_ones(module_page: Page) -> None:
-    """A frame is shown in order as soon as it is decoded, and a broken one is skipped."""
+    """A frame is shown in order as soon as it is decoded, without waiting for later frames. A
+    broken frame is skipped.
+    """
     code = """
         const decode = createImageBitmap; const waiting = [];
         self.createImageBitmap = (blob) =>
@@ -535,8 +540,8 @@ def test_a_decoded_frame_does_not_wait_for_later_ones(module_page: Page) -> None
 
 
 def test_short_touches_are_not_lost_and_held_keys_are_not_doubled(module_page: Page) -> None:
-    """A key pressed and released between two readings is a tap, a key that is still down is held,
-    and opposite keys cancel each other.
+    """A key pressed and released between two reads of the controls is a tap, a key that is still
+    down is held, and opposite keys cancel each other.
     """
     code = """const c = new m.Controls(); c.press("KeyW", "forward", 1); c.release("KeyW"); c.press("KeyD", "right", 1);
         c.press("KeyL", "yaw", 1); c.press("KeyJ", "yaw", -1); c.turn(0.5, 0);
@@ -575,8 +580,8 @@ const hear = (message) => link.dispatchEvent(new CustomEvent('message', {detail:
 
 
 def test_a_session_that_went_back_continues_from_there(module_page: Page) -> None:
-    """If a restarted server names an earlier chunk, later chunks count as new again, and pending
-    requests are dropped.
+    """If a restarted server resumes a session at an earlier chunk, later chunks count as new again,
+    and pending requests are dropped.
     """
     script = (
         WORLD
@@ -656,7 +661,7 @@ every_decoder = pytest.mark.parametrize("decoder", ["WebCodecs", "MSE"])
 
 @every_decoder
 def test_access_units_are_decoded_one_by_one(h264_page: Page, decoder: str) -> None:
-    """Each frame is returned before the next one is sent, so the decoder adds no delay."""
+    """Each frame is returned before the next access unit is sent, so the decoder adds no delay."""
     levels = [20, 60, 100, 140, 180, 220]
     code = (
         "const seen = []; for (const unit of units) seen.push(await show(unit)); return "
@@ -672,7 +677,7 @@ def test_access_units_are_decoded_one_by_one(h264_page: Page, decoder: str) -> N
 @every_decoder
 def test_frames_after_a_lost_one_wait_for_a_key_frame(h264_page: Page, decoder: str) -> None:
     """After a lost frame, the decoder reports that it needs a key frame and does not show frames
-    that depend on the lost one.
+    that depend on the lost frame.
     """
     code = """const seen = []; const needs = [];
         for (const unit of units) { if (unit.first_frame === 2) continue;
@@ -687,7 +692,7 @@ def test_frames_after_a_lost_one_wait_for_a_key_frame(h264_page: Page, decoder: 
 
 @every_decoder
 def test_a_decoder_that_fails_twice_is_given_up(h264_page: Page, decoder: str) -> None:
-    """After a decoder has failed twice, the page requests JPEG."""
+    """A decoder that has failed twice is no longer used, and the page requests JPEG."""
     code = """
         const broken = { video: new Uint8Array(200).fill(7), is_key_frame: true, first_frame: 0,
             codec_string: units[0].codec_string, width: 64, height: 48 };
@@ -700,8 +705,8 @@ def test_a_decoder_that_fails_twice_is_given_up(h264_page: Page, decoder: str) -
 
 
 def test_mse_keeps_order_and_exact_frames_of_a_burst(h264_page: Page) -> None:
-    """Units that arrive together are returned in order, each with its own image. A second stream of
-    another size continues in the same decoder.
+    """Access units that arrive together are returned in order, each with its own image. A second
+    stream of another size continues in the same decoder.
     """
     levels = [(37 * frame) % 200 + 20 for frame in range(24)]
     code = """const seen = await Promise.all(units.map((unit) => show(unit)));
@@ -712,7 +717,7 @@ def test_mse_keeps_order_and_exact_frames_of_a_burst(h264_page: Page) -> None:
 
 
 def test_mse_keeps_no_more_than_what_follows_a_key_frame(h264_page: Page) -> None:
-    """The decoder requests a key frame after 4 MiB and removes everything before it."""
+    """The decoder requests a key frame after 4 MiB and removes everything before that key frame."""
     code = """
         let asked = 0; const kept = [];
         for (let round = 0; round < 6; round++) for (const unit of units) {

@@ -9,15 +9,14 @@ from vllm_omni.actions import as_frame
 
 
 def test_the_page_starts_and_steers_a_world(page: Page, engine: FakeEngine) -> None:
-    """The first chunk has the image, prompt, size and seed of the panel, and a held key moves the
-    camera until it is released.
+    """The first chunk request has the image, prompt, size and seed from the panel, and a held key
+    moves the camera until it is released.
     """
     page.run("document.querySelectorAll('.tile input')[1].click()")
     page.run("document.querySelector('#start').elements.seed.value = 77")
     page.click("#start .main")
     page.wait_for("document.querySelector('#view').classList.contains('has-picture')")
-    # The page decodes H.264 if the browser supports it. Some builds of Chromium have no decoder for
-    # it.
+    # The page decodes H.264 if the browser supports it. Some Chromium builds have no H.264 decoder.
     app = "import('/omni/js/main.js').then(({ parts }) => parts.app)"
     has_h264 = page.run("import('/omni/js/decode.js').then((m) => m.h264Decoder(48))")
     assert page.run(f"{app}.then((app) => app.world.format)") == ("h264" if has_h264 else "jpeg")
@@ -33,7 +32,7 @@ def test_the_page_starts_and_steers_a_world(page: Page, engine: FakeEngine) -> N
     assert "start_pose" not in first.params.options, "the server recognises its own images"
 
     def steps() -> list[float]:
-        """Return the forward step of each latent frame until now."""
+        """Return the forward step of each latent frame so far."""
         entries = [entry for call in engine.chunks for entry in call.params.actions or []]
         return [as_frame(entry).axes.get("forward", 0.0) for entry in entries]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The web page in a world with a description: its images, prompts and map, and the position of the
+"""The web page for a world with a description: its images, prompts and map, and the position of the
 camera. The tests use headless Chromium, real sockets and a fake engine.
 """
 
@@ -47,8 +47,8 @@ def test_a_file_that_is_no_image_does_not_become_a_tile(
 
 
 def test_a_large_image_is_scaled_down_in_the_browser(page: Page, engine: FakeEngine) -> None:
-    """An image of noise with 3000 x 1500 pixels exceeds the server's limit in bytes and arrives as
-    2048 x 1024.
+    """A large image is scaled down in the browser: a noise image of 3000 x 1500 pixels, which
+    exceeds the server's byte limit, arrives as 2048 x 1024.
     """
     page.run(f"""(async () => {{ const canvas = new OffscreenCanvas(3000, 1500), c = canvas.getContext("2d");
         const image = c.createImageData(3000, 1500);
@@ -67,8 +67,8 @@ PRESSED = "document.querySelector('{} [aria-pressed=true]')?.textContent"
 
 
 def test_a_world_offers_its_own_images_and_prompts(village_page: Page, engine: FakeEngine) -> None:
-    """The button of a prompt shows the images for that prompt, and the chosen image starts the
-    session.
+    """Clicking a prompt's button shows the images for that prompt, and the session starts with the
+    chosen image.
     """
     page = village_page
     assert page.run(TILES) == ["square_day", "street_day", "pond_day"]
@@ -91,7 +91,9 @@ def test_a_world_offers_its_own_images_and_prompts(village_page: Page, engine: F
 def test_prompt_buttons_change_the_world_in_mid_walk(
     village_page: Page, engine: FakeEngine
 ) -> None:
-    """One click during a walk changes the prompt, and the active button is marked."""
+    """One click on a prompt button during a walk changes the prompt, and the button of the active
+    prompt is marked.
+    """
     page = village_page
     start_now(page)
     assert page.run(PRESSED.format("#prompts")) == "Day"
@@ -102,8 +104,8 @@ def test_prompt_buttons_change_the_world_in_mid_walk(
 
 
 def test_a_foreign_image_is_accepted_with_a_notice(village_page: Page, engine: FakeEngine) -> None:
-    """For an image that is not from the world, the panel describes the limits of the world, and a
-    notice repeats them once when the walk starts.
+    """If the user chooses an image that does not show the world, the panel describes the limits of
+    the world, and a notice repeats them once when the walk starts.
     """
     page = village_page
     page.run("""(async () => { const canvas = new OffscreenCanvas(32, 32); const c = canvas.getContext("2d");
@@ -124,17 +126,17 @@ def test_a_foreign_image_is_accepted_with_a_notice(village_page: Page, engine: F
 
 
 def test_the_map_shows_the_ground_at_the_position(village_page: Page, engine: FakeEngine) -> None:
-    """The map shows the ground at the camera's position, and its distances are in metres."""
+    """The map shows the ground at the camera's position, to a scale in metres."""
     page = village_page
     engine.start_pose = StartPose(x_m=1.2, z_m=-4.0, heading_degrees=0.0)
-    start_now(page)  # on the square at (1.2, -4), on the sandy path, the pond to the east
+    start_now(page)  # at (1.2, -4), on the sandy path of the square, west of the pond
     page.wait_for(f"{PARTS}.then(({{ app }}) => app.map.path.length > 5)")
     pause(0.3)
     pixel = """((dx, dy) => { const c = document.querySelector('#map'), d = devicePixelRatio || 1;
         const x = c.width / 2 + dx * d, y = c.height / 2 + dy * d;
         return [...c.getContext('2d').getImageData(x, y, 1, 1).data]; })"""
     height = page.run("document.querySelector('#map').clientHeight")
-    metre = (height - 36) / 15  # half of the map's 30 m is shown around a resting camera
+    metre = (height - 36) / 15  # around a resting camera, half of the map's 30 m is shown
     assert page.run("document.querySelector('#map').offsetParent !== null")
     red, _, blue, alpha = page.run(f"{pixel}({2.6 * metre}, {0.6 * metre})")
     assert alpha == 255
@@ -148,7 +150,7 @@ IS_ON_PAGE = "document.querySelector('{}').offsetParent !== null"
 
 
 def test_the_map_shows_the_poses_of_the_server(village_page: Page, engine: FakeEngine) -> None:
-    """The map uses the poses that the server reports, so its dot stops at a wall."""
+    """The map shows the poses that the server reports, so the dot on the map stops at a wall."""
     page = village_page
     cells = torch.zeros(30, 30, dtype=torch.bool)
     cells[14 - 2] = True  # blocked from 2 m to the north
@@ -166,7 +168,9 @@ def test_the_map_shows_the_poses_of_the_server(village_page: Page, engine: FakeE
 
 
 def test_there_is_no_map_without_a_pose(village_page: Page, engine: FakeEngine) -> None:
-    """There is no map for an image from elsewhere, because the server reports no pose for it."""
+    """There is no map for an image that does not show the world, because the server reports no pose
+    for it.
+    """
     start_now(village_page)
     later_chunks(engine, 1)
     assert not village_page.run(IS_ON_PAGE.format("#map"))
@@ -176,8 +180,8 @@ def test_there_is_no_map_without_a_pose(village_page: Page, engine: FakeEngine) 
 
 
 def test_a_world_started_from_the_view_has_its_pose(page: Page, engine: FakeEngine) -> None:
-    """A new world that starts from the current view has the pose of the displayed image in its
-    request.
+    """The request for a new session that starts from the current view contains the pose of the
+    displayed image.
     """
     engine.start_pose = StartPose(x_m=1.0, z_m=2.0, heading_degrees=90.0)
     start_now(page)

@@ -2,8 +2,9 @@
 """SGLang 0.5.23's own page runs unchanged against `vllm serve --omni`. The page is taken from
 SGLang's wheel and opened in Chromium, and the engine is real.
 
-SGLang's README opens the page as a file, and a static server on another port is the alternative. In
-both cases, the page has another origin than the server, so `--allowed-origins` must list it.
+According to SGLang's README, the page is opened as a file. A static server on another port is the
+alternative. In both cases, the page's origin differs from the server's, so `--allowed-origins` must
+list it.
 """
 
 import contextlib
@@ -74,7 +75,7 @@ def served(
 
 
 def fill(page: Page, port: int, image: Path) -> None:
-    """Enter the server, the size and a reference image, as a user does."""
+    """Enter the server, the size and a reference image as a user would."""
     page.wait_for("document.querySelector('#presetList button') !== null")
     for name, value in {
         "serverUrl": f"ws://127.0.0.1:{port}/v1/realtime_video/generate",

@@ -2,7 +2,7 @@
 """The web page as a user sees it, in headless Chromium with real sockets and a fake engine:
 controls, prompts, idle time, marks, recordings and saved images.
 
-`make test` runs only test_page_smoke.py of these tests.
+`make test` does not run these tests, but only test_page_smoke.py.
 """
 
 import numpy as np
@@ -46,8 +46,8 @@ pytestmark = pytest.mark.nightly
 def test_every_key_has_its_direction(
     page: Page, engine: FakeEngine, key: str, axis: str, value: float
 ) -> None:
-    """In each latent frame, a key moves the camera by steps along the ground or up, or turns it by
-    degrees to the right or up.
+    """In each latent frame, a key either moves the camera a step along the ground or vertically, or
+    turns it by some degrees to the right or up.
     """
     start_now(page)
     page.key("keyDown", key)
@@ -59,8 +59,8 @@ ACTIVE = "document.activeElement.id"
 
 
 def test_after_a_click_keys_steer_the_world(page: Page, engine: FakeEngine) -> None:
-    """After a click on a control, keys still steer the world: space pauses instead of pressing the
-    button again, and arrows look around instead of moving a slider.
+    """After a click on a control, keys still steer the camera: space pauses instead of pressing the
+    control again, and arrow keys look around instead of moving a slider.
     """
     start_now(page)
     for control in ("#overlay", "#pause", "#pause", ".hud summary"):
@@ -95,8 +95,8 @@ def test_keys_do_not_move_while_one_types(page: Page, engine: FakeEngine) -> Non
 
 
 def test_losing_the_focus_releases_all_keys(page: Page, engine: FakeEngine) -> None:
-    """When the window loses the focus, all keys are released, so a window in the background does
-    not walk on.
+    """When the window loses the focus, all keys are released, so that the camera does not keep
+    moving while the window is in the background.
     """
     start_now(page)
     page.key("keyDown", "w")
@@ -106,7 +106,7 @@ def test_losing_the_focus_releases_all_keys(page: Page, engine: FakeEngine) -> N
 
 
 def test_dragging_looks_around(page: Page, engine: FakeEngine) -> None:
-    """A drag to the left looks to the right."""
+    """Dragging to the left turns the camera to the right."""
     start_now(page)
     page.drag("#view", -150, 40)
     wait_until(lambda: moved(engine, "turn") > 17)
@@ -116,8 +116,8 @@ def test_dragging_looks_around(page: Page, engine: FakeEngine) -> None:
 
 
 def test_a_gamepad_steers(page: Page, engine: FakeEngine) -> None:
-    """The left stick of a gamepad walks in proportion to its deflection, and a resting stick does
-    nothing.
+    """The left stick of a gamepad moves the camera in proportion to its deflection. A stick at rest
+    has no effect.
     """
     start_now(page)
     pad = (
@@ -142,12 +142,12 @@ def test_sliders_change_the_speed(page: Page, engine: FakeEngine) -> None:
 
 
 def test_an_idle_page_requests_nothing_and_a_key_resumes(page: Page, engine: FakeEngine) -> None:
-    """On an idle page, the last image stays without a notice, and the next key acts in the next
-    chunk.
+    """An idle page requests nothing and keeps showing the last image without a notice. The next key
+    resumes the session and acts in the next chunk.
     """
     start_now(page)
     rest(page, engine)
-    pause(2.5)  # longer than an overdue chunk
+    pause(2.5)  # longer than the delay after which a chunk counts as overdue
     count, images, stalls = len(engine.chunks), shown(page), page.run(STALLS)
     assert (page.text("#status"), page.run("notices.hidden")) == ("Live", True)
     page.press("w")
@@ -161,7 +161,7 @@ def test_an_idle_page_requests_nothing_and_a_key_resumes(page: Page, engine: Fak
 def test_an_idle_page_keeps_its_session(
     browser: Browser, make_server: MakeServer, engine: FakeEngine
 ) -> None:
-    """The pings of an idle page keep its session, although the page requests no chunk within
+    """The pings of an idle page keep its session alive, although the page requests no chunk within
     `session_idle_s`.
     """
     server = make_server(info={"fps": 48.0, "session_idle_s": 6.0})
@@ -178,7 +178,9 @@ def test_an_idle_page_keeps_its_session(
 
 
 def test_input_to_photon_is_measured(page: Page, engine: FakeEngine) -> None:
-    """The time from a key to the first image with its effect is at least that of one chunk."""
+    """The page measures the time from a key press to the first image that shows its effect, which
+    is at least the duration of one chunk.
+    """
     engine.delay_s = 0.2
     start_now(page)
     pause(1)
@@ -200,8 +202,8 @@ def test_input_to_photon_is_measured(page: Page, engine: FakeEngine) -> None:
 
 
 def test_the_prompt_changes_midstream(page: Page, engine: FakeEngine) -> None:
-    """The next chunk contains the new prompt once, and the page shows the frame at which it takes
-    effect.
+    """A new prompt is sent once, with the next chunk, and the page indicates the frame at which the
+    prompt takes effect.
     """
     start_now(page)
     page.run(
@@ -234,7 +236,7 @@ def test_pause_stops_everything_and_continues(page: Page, engine: FakeEngine) ->
 
 
 def test_starting_over_makes_the_same_world_again(page: Page, engine: FakeEngine) -> None:
-    """A world that is started over has the same image and seed, and the old session is freed."""
+    """Starting over creates a session with the same image and seed, and frees the old session."""
     start_now(page)
     page.key("keyDown", "w")
     later_chunks(engine, 1)
@@ -248,7 +250,7 @@ def test_starting_over_makes_the_same_world_again(page: Page, engine: FakeEngine
 
 
 def test_a_mark_restores_its_session(page: Page, engine: FakeEngine) -> None:
-    """A mark keeps a copy of the session, which can be continued several times."""
+    """A mark keeps a copy of the session, from which the user can continue several times."""
     engine.start_pose = StartPose(x_m=0.0, z_m=0.0, heading_degrees=0.0)
     start_now(page)
     page.key("keyDown", "w")
@@ -280,13 +282,13 @@ def test_a_mark_restores_its_session(page: Page, engine: FakeEngine) -> None:
             pytest.approx(0, abs=1e-6),
             pytest.approx(marked_z, abs=1e-6),
         )
-    wait_until(lambda: len(engine.worlds) == 2)  # the marked one and the current one
+    wait_until(lambda: len(engine.worlds) == 2)  # the marked session and the current session
     page.click("#marks button[data-act=forget]")
     wait_until(lambda: len(engine.worlds) == 1)
 
 
 def test_a_recording_is_a_real_mp4(page: Page, engine: FakeEngine, browser: Browser) -> None:
-    """The downloaded MP4 contains whole chunks with every frame in order."""
+    """The downloaded recording is an MP4 that contains whole chunks with every frame in order."""
     before = browser.videos()
     start_now(page)
     page.press("v")
@@ -306,7 +308,7 @@ def test_a_recording_is_a_real_mp4(page: Page, engine: FakeEngine, browser: Brow
 def test_a_saved_image_of_a_small_world_is_four_times_as_large(
     page: Page, engine: FakeEngine
 ) -> None:
-    """In a saved image of a small world, each pixel becomes a square."""
+    """In a saved image of a small world, each pixel is enlarged to a square."""
     sizes = f"""{PARTS}.then(async ({{ app }}) => {{ const make = URL.createObjectURL;
         const blob = await new Promise((done) => {{
             URL.createObjectURL = (b) => {{ done(b); return make(b); }}; app.savePicture(); }});

@@ -48,7 +48,7 @@ def served(village: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def page(browser: Browser, served: demo.ServerProcess) -> Iterator[Page]:
-    """Yield the page after the key has been entered."""
+    """Yield the page after the API key has been entered."""
     with browser.page(f"http://127.0.0.1:{served.port}/omni/") as page:
         page.wait_for("document.querySelector('#key-dialog').open")
         page.run("document.querySelector('#key-dialog input').focus()")
@@ -89,8 +89,8 @@ COLUMNS = f"""{PARTS}.then(({{ app }}) => {{
 
 
 def shift_px(before: np.ndarray, after: np.ndarray) -> int:
-    """Return the number of columns by which an image `[W, 4]` has moved to the right (negative:
-    left), at the best match of the overlapping columns.
+    """Return the number of columns by which an image `[W, 4]` has moved to the right (negative: to
+    the left), determined from the best match of the overlapping columns.
     """
     width = len(before)
     candidates = range(-40, 41)
@@ -104,7 +104,7 @@ def shift_px(before: np.ndarray, after: np.ndarray) -> int:
 
 
 def season(page: Page, village: Path) -> str:
-    """Return the prompt with the start images that are nearest to the displayed image in mean
+    """Return the name of the prompt whose start images are nearest to the displayed image in mean
     colour.
     """
     shown = pixels(page.run("document.querySelector('#view').toDataURL('image/png')")).mean((0, 1))
@@ -121,8 +121,8 @@ def season(page: Page, village: Path) -> str:
 
 @pytest.mark.nightly
 def test_keys_turn_the_view_and_prompts_choose_the_season(page: Page, village: Path) -> None:
-    """`l` looks right, so the image moves left, and `j` does the opposite. The button of the snow
-    prompt changes the season.
+    """Pressing `l` turns the camera to the right, so the image moves left, and `j` does the
+    opposite. The button of the snow prompt changes the season.
     """
     page.run("document.querySelector('#start').elements.seed.value = 5")
     page.run(COLUMNS)
@@ -147,7 +147,7 @@ def test_keys_turn_the_view_and_prompts_choose_the_season(page: Page, village: P
         "document.querySelector('#prompts [aria-pressed=true]')?.textContent === 'Snow'", 60
     )
     rested = "then(({ app }) => app.isResting && app.player.numBuffered === 0)"
-    # The prompt has taken effect, and earlier frames are no longer displayed.
+    # Wait until the prompt has taken effect and earlier frames are no longer displayed.
     page.wait_for(f"{PARTS}.{rested}", 120)
     assert season(page, village) == "snow"
 
@@ -155,7 +155,7 @@ def test_keys_turn_the_view_and_prompts_choose_the_season(page: Page, village: P
 @pytest.mark.nightly
 def test_a_walk_with_everything(page: Page, browser: Browser) -> None:
     """During a walk, the image changes, a recording contains the frames, a mark restores its
-    session, and an aborted connection is resumed.
+    session, and the session resumes after an aborted connection.
     """
     start(page)
     page.key("keyDown", "w")
@@ -191,7 +191,7 @@ def test_a_walk_with_everything(page: Page, browser: Browser) -> None:
 
 
 def test_the_key_guards_every_route_but_the_page_and_probes(served: demo.ServerProcess) -> None:
-    """Stock vLLM's routes outside `/v1` also require the key, but the page and the probes do
+    """Stock vLLM's routes outside `/v1` also require the API key, but the page and the probes do
     not.
     """
 
@@ -253,15 +253,15 @@ def test_the_log_names_the_page_and_holds_no_key(served: demo.ServerProcess) -> 
 
 @pytest.mark.nightly
 def test_screenshot_for_the_guide(page: Page, tmp_path: Path) -> None:
-    """The screenshot can be taken at any time and is smaller than 300 kB."""
+    """The screenshot for the guide can be taken in every run and is smaller than 300 kB."""
     target = Path(os.environ.get("OMNI_SCREENSHOT", tmp_path / "web_page.png"))
     page.send(
         "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}]
     )
     page.desktop(1280, 800)
-    pause(0.5)  # colours fade
+    pause(0.5)  # wait until colour transitions have finished
     page.screenshot(tmp_path / "start.png")
-    # The view is down the street, towards the well.
+    # Choose the start image that looks down the street towards the well.
     page.run("document.querySelectorAll('[name=sample]')[1].click()")
     start(page)
     chunk = f"{PARTS}.then(({{ app }}) => app.world.lastChunk)"

@@ -26,8 +26,8 @@ RATIO = """(() => { const { width, height } =
 def test_the_webrtc_page_shows_and_steers_a_world(
     browser: Browser, make_server: MakeServer, engine: FakeEngine, keys: list[str]
 ) -> None:
-    """Frames arrive through the track: frame n of the fake engine has the brightness n. A held key
-    reaches the engine, also on a server with an API key.
+    """The page shows frames from the WebRTC track: frame n of the fake engine has the brightness n.
+    A held key reaches the engine, also on a server with an API key.
     """
     server = make_server(info={"fps": 24.0}, keys=keys)
     with browser.page(server.url + "webrtc.html") as page:
@@ -52,7 +52,7 @@ def test_the_webrtc_page_shows_and_steers_a_world(
         page.key("keyUp", "w")
         wait_until(lambda: buttons()[-3:] == [()] * 3)
         if keys:
-            page.errors.clear()  # the first ticket request was refused
+            page.errors.clear()  # the first ticket request is refused as expected
         assert page.errors == []
     wait_until(lambda: len(server.manager) == 0)
 
@@ -62,7 +62,8 @@ def test_lost_packets_do_not_stop_the_picture(
 ) -> None:
     """With 2 % loss in both directions, up to 50 ms jitter and 4 Mbit/s, no frame is displayed for
     longer than 500 ms. Lost packets are sent again, and the bitrate stays below the bandwidth
-    although frames of noise would need more. benchmarks/webrtc_loss.py is a longer version.
+    although frames of noise would need more. benchmarks/webrtc_loss.py runs a longer version of
+    this test.
     """
     engine.noise = True
     server = make_server(info={"fps": 24.0, "width": 160, "height": 96})
@@ -70,7 +71,7 @@ def test_lost_packets_do_not_stop_the_picture(
     with running(UdpRelay(down, up)) as relay:
         with browser.page() as page:
             play(page, server.url, relay)
-            exactly(5)  # the bitrate adapts to the bandwidth
+            exactly(5)  # wait until the bitrate has adapted to the bandwidth
             seen = freezes(page, 10)
             assert page.errors == []
         # If the message that ends the connection is lost, the server notices the end after half a

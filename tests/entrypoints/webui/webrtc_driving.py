@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drives the WebRTC page over a relay with faults, and measures how evenly it shows frames."""
+"""Drives the WebRTC page over a relay with network faults, and measures how evenly the page shows
+frames.
+"""
 
 import time
 from typing import Any
@@ -33,7 +35,7 @@ def play(page: Page, url: str, relay: UdpRelay) -> None:
 
 
 def freezes(page: Page, seconds: float) -> dict[str, Any]:
-    """Watch for some seconds and return the gaps between displayed frames."""
+    """Watch the page for `seconds` and return the gaps between displayed frames."""
     page.run(WATCH)
     before = page.run(STATS)
     still_plays = "document.querySelector('#status').textContent === 'Playing'"

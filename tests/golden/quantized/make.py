@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the quantized transformers of this folder with the libraries that define their formats.
+"""Write the quantized transformers in this folder, each with the library that defines its format.
 
     python tests/golden/quantized/make.py FORMAT [FORMAT ...]
 
-See README.md.
+README.md in this folder describes the files.
 """
 
 import json
@@ -31,8 +31,8 @@ def plain() -> WanTransformer3DModel:
 
 
 def by_modelopt(recipe: str, out: Path) -> None:
-    """Quantize with NVIDIA ModelOpt, calibrated on two random inputs. ModelOpt excludes `proj_out`
-    by default.
+    """Quantize with NVIDIA ModelOpt, calibrated on two random inputs. By default, ModelOpt does not
+    quantize `proj_out`.
     """
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint

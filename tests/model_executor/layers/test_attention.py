@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention within a single sequence."""
+"""Attention over a single sequence."""
 
 import pytest
 import torch
@@ -23,8 +23,8 @@ def reference(
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("queries", "keys"), [(6, 6), (6, 24), (1, 7)])
 def test_attention_equals_its_definition(queries: int, keys: int, causal: bool) -> None:
-    """In fp32, attention is within 1e-5 of its definition in fp64. A causal mask is aligned to the
-    last key, so the last query attends to all keys.
+    """Attention in fp32 is within 1e-5 of the textbook formula in fp64. A causal mask is aligned to
+    the last key, so the last query attends to all keys.
     """
     torch.manual_seed(0)
     q, k, v = torch.randn(queries, 2, 16), torch.randn(keys, 2, 16), torch.randn(keys, 2, 16)
@@ -38,7 +38,7 @@ def test_attention_equals_its_definition(queries: int, keys: int, causal: bool) 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_query_heads_may_share_a_key_head(causal: bool) -> None:
-    """Grouped-query attention equals attention with the key and value heads repeated."""
+    """Grouped-query attention equals multi-head attention with repeated key and value heads."""
     torch.manual_seed(0)
     q, k, v = torch.randn(5, 4, 16), torch.randn(9, 2, 16), torch.randn(9, 2, 16)
     repeated = (x.repeat_interleave(2, dim=1) for x in (k, v))
@@ -50,8 +50,8 @@ def test_query_heads_may_share_a_key_head(causal: bool) -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_cuda_kernel_agrees_within_bf16() -> None:
-    """The CUDA kernel agrees with the definition within 2e-2, the rounding error of bf16 for values
-    around one. The head size of 128 is that of the released model.
+    """The CUDA kernel is within 2e-2 of the textbook formula, which is the rounding error of bf16
+    for values around one. The head size is 128, as in the released model.
     """
     torch.manual_seed(0)
     q, k, v = (torch.randn(n, 4, 128, dtype=torch.bfloat16, device="cuda") for n in (64, 192, 192))
@@ -62,8 +62,8 @@ def test_the_cuda_kernel_agrees_within_bf16() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("heads", "keys"), [(12, 512), (40, 512), (12, 257)])
 def test_cross_attention_agrees_within_bf16(heads: int, keys: int) -> None:
-    """Cross-attention accepts keys and values that are a slice of the tensor for several layers,
-    which is how models store them. The result is contiguous.
+    """Cross-attention accepts keys and values that are slices of a tensor for several layers,
+    because models store them that way. The attention output is contiguous.
     """
     torch.manual_seed(0)
     q = torch.randn(300, heads, 128, dtype=torch.bfloat16, device="cuda")
@@ -96,8 +96,8 @@ def test_a_key_range_limits_attention_to_its_keys(seen: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_cuda_kernel_reads_a_key_range_on_the_device(dtype: torch.dtype) -> None:
-    """Grouped-query attention reads a ring buffer that is not yet full. The sizes are those of
-    Waypoint: 512 queries and a head size of 64.
+    """Grouped-query attention reads a partly filled ring buffer. The sizes match Waypoint: 512
+    queries and a head size of 64.
     """
     torch.manual_seed(0)
     q = torch.randn(512, 4, 64, dtype=dtype, device="cuda")

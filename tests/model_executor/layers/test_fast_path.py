@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every fast path that is off reports which requirement is missing. These tests change what the
-checks inspect, not what they return.
+"""Every disabled fast path reports which requirement is missing. These tests patch the environment
+that the checks inspect, not the return values of the checks.
 """
 
 import sys
@@ -28,7 +28,7 @@ def of_machine() -> dict[str, FastPath]:
 
 @pytest.fixture
 def flash_attention(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Simulate a build of vLLM with FlashAttention 3, which Hopper GPUs support."""
+    """Simulate a vLLM build that includes FlashAttention 3, which runs on Hopper GPUs."""
     module: Any = ModuleType(FLASH_ATTENTION)
     module.fa_version_unsupported_reason = lambda version: None
     monkeypatch.setitem(sys.modules, FLASH_ATTENTION, module)
@@ -43,7 +43,9 @@ def test_a_hopper_gpu_with_all_packages_uses_every_fast_path(flash_attention: An
 
 
 def test_a_missing_cudnn_package_is_named_with_its_remedy() -> None:
-    """cuDNN's Python package is installed with vLLM's CUDA builds, but a user can uninstall it."""
+    """A missing cuDNN package is reported with the command that installs it. vLLM's CUDA builds
+    install the package, but a user can uninstall it.
+    """
     with fake_hopper(with_packages=["cudnn"]):
         assert cudnn_fp8_attention(HOPPER).is_on
     with fake_hopper(without=["cudnn"]):
@@ -80,8 +82,8 @@ def test_a_gpu_or_a_build_of_torch_that_lacks_support_is_named(
 
 
 def test_the_reason_of_vllm_is_quoted(flash_attention: Any) -> None:
-    """FlashAttention 3's own reason for being unavailable is reported, both for its own fast path
-    and for cross-attention with cuDNN.
+    """vLLM's reason why FlashAttention 3 is unavailable is reported for two fast paths:
+    FlashAttention 3 itself and cuDNN cross-attention.
     """
     flash_attention.fa_version_unsupported_reason = lambda version: f"FA{version} was not built"
     with fake_hopper():
@@ -103,8 +105,8 @@ OFF = FastPath("a", "slow", "it is missing", "pip install it")
 
 @pytest.mark.parametrize("ranks", [[[ON], [OFF]], [[OFF], [ON]], [[], [OFF], [ON]]])
 def test_a_path_that_is_off_on_one_rank_is_off(ranks: list[list[FastPath]]) -> None:
-    """A path that is off on one rank is reported as off for all ranks, with the reason of that
-    rank. A rank that does not have the path, such as a stage without a decoder, is ignored.
+    """A fast path that is off on one rank is reported as off for all ranks, with that rank's
+    reason. Ranks to which the path does not apply, such as a stage without a decoder, are ignored.
     """
     assert joined(ranks) == [OFF]
 

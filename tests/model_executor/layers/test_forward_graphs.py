@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward passes replayed from CUDA graphs equal eager forward passes.
 
-On a CPU, the simulated "graph" repeats the forward pass with every decision that the host made when
-the graph was captured.
+On a CPU, a simulated "graph" reruns the forward pass with the host-side decisions made at capture.
 """
 
 import contextlib
@@ -26,9 +25,7 @@ from vllm_omni.model_executor.layers.cuda_graphs import (
 
 
 class Adder:
-    """Computes `x + offset`, where the host chooses the offset, and records every host-side
-    call.
-    """
+    """Computes `x + offset` with an offset chosen by the host, and records every host-side call."""
 
     def __init__(self) -> None:
         self.calls: list[float] = []
@@ -48,9 +45,9 @@ def test_the_second_forward_of_a_key_is_captured() -> None:
 
 
 def test_a_known_kind_is_captured_at_the_first_forward_of_a_new_key() -> None:
-    """A forward pass of a known kind is captured at the first call with a new key, because only the
-    tensors differ and nothing is left to compile. A forward pass of another kind, of another shape
-    or without a kind runs eagerly first.
+    """A forward pass of a known kind is captured at its first call with a new key, because only the
+    tensors differ and nothing is left to compile. A forward pass of a new kind, with a new shape or
+    without a kind runs eagerly first.
     """
     graphs = ForwardGraphs(capture=hold)
 
@@ -72,8 +69,8 @@ def test_a_known_kind_is_captured_at_the_first_forward_of_a_new_key() -> None:
 
 
 def test_a_partial_forward_does_not_count_as_a_run_of_its_kind() -> None:
-    """A forward pass that stops early may be captured once a complete one of its kind has run. A
-    complete pass still runs eagerly first if only a partial one has run before.
+    """A forward pass that stops early may be captured once a complete pass of its kind has run. A
+    complete pass still runs eagerly first if only partial passes have run before.
     """
     graphs = ForwardGraphs(capture=hold)
 
@@ -94,8 +91,8 @@ def test_each_shape_has_its_graph_and_no_key_means_no_graph() -> None:
 
 
 def test_graphs_in_use_are_not_evicted() -> None:
-    """When more keys alternate than there are graphs, the first keys keep their graphs and no graph
-    is captured repeatedly.
+    """When the number of alternating keys exceeds the maximum number of graphs, the first keys keep
+    their graphs and no graph is captured more than once.
     """
     captures = 0
 
@@ -146,7 +143,9 @@ def test_graphs_of_freed_tensors_are_evicted_at_once() -> None:
 
 
 def test_a_steady_input_is_copied_when_its_tensor_changes() -> None:
-    """When two sessions alternate, each forward pass reads the prompt of its own session."""
+    """When two sessions alternate, each forward pass reads the prompt embeddings of its own
+    session.
+    """
     graphs = ForwardGraphs(capture=hold)
     prompts = [torch.full((1,), float(n)) for n in range(2)]
     for n in (0, 0, 1, 1, 0, 1, 0, 0):
@@ -179,8 +178,8 @@ def test_an_error_of_a_forward_reaches_the_caller() -> None:
 
 
 def test_identities_of_freed_tensors_are_not_reused() -> None:
-    """A new session may reuse the memory of a closed session but must not be served by that
-    session's graph.
+    """A new session may reuse the memory of a closed session but never replays that session's
+    graph.
     """
     seen = set()
     for _ in range(50):
@@ -215,8 +214,8 @@ def test_cuda_graphs_equal_plain_launches() -> None:
 
 
 def exchanged_twice(x: torch.Tensor) -> torch.Tensor:
-    """Compute twice, each time followed by an operation that no graph contains: here, adding a
-    counter that is kept on the host.
+    """Compute twice, each time followed by an operation that cannot be part of a graph because it
+    adds a counter stored on the host.
     """
     for factor in (2.0, 3.0):
         sent = persistent_copy("sent", (x * factor).t())
@@ -230,8 +229,9 @@ COUNTER = itertools.count(1)
 
 
 def test_a_capture_is_split_at_operations_between_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture is split into graphs that run in order with the operations between them. Tensors
-    that these operations read have fixed addresses, and no operation runs during the capture.
+    """A capture is split at host operations into several graphs, which are replayed in order with
+    these operations between them. The operations read tensors at fixed addresses and do not run
+    during the capture.
     """
     log: list[str] = []
 
@@ -292,8 +292,8 @@ def test_a_capture_is_split_at_operations_between_graphs(monkeypatch: pytest.Mon
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_operations_between_graphs_run_at_each_replay() -> None:
-    """Operations between graphs run in order, once per forward pass, on the values of that pass.
-    The first forward pass runs eagerly and the second one is captured.
+    """Operations between graphs run in order, once per forward pass, on the values of the current
+    pass. The first forward pass runs eagerly and the second is captured.
     """
     graphs = ForwardGraphs()
     for _ in range(5):

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with FP8 matrix products, where scales are applied such that quantization is the only
-source of error.
-"""
+"""Attention with FP8 matrix products. Scales are applied so that quantization is the only error."""
 
 import pytest
 import torch
@@ -18,10 +16,10 @@ TOKENS, KEYS, HEADS, DIM = 24, 96, 3, 16
 def window(
     device: str, *, tokens: int = TOKENS, keys: int = KEYS, heads: int = HEADS, width: int = DIM
 ) -> tuple[torch.Tensor, torch.Tensor, ScaledFP8]:
-    """Return bf16 queries, the stored keys and values, and their format.
+    """Return bf16 queries, FP8 keys and values, and the format of the keys and values.
 
-    The keys of head n are 30^n times as large as those of head 0, and its queries are smaller by
-    the same factor.
+    The keys of head n are 30^n times as large as those of head 0, and the queries of head n are
+    smaller by the same factor.
     """
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(tokens, heads, width, generator=generator)
@@ -40,8 +38,8 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def test_the_scale_of_each_head_is_undone() -> None:
-    """The result equals attention to the stored values, apart from the error of quantizing the
-    queries, the probabilities and the result.
+    """The output equals attention over the dequantized keys and values, apart from the error of
+    quantizing the queries, the probabilities and the output.
     """
     q, stored, stored_as = window("cpu")
     scales = stored_as.scales
@@ -54,8 +52,8 @@ def test_the_scale_of_each_head_is_undone() -> None:
 
 
 def test_queries_may_be_quantized_beforehand() -> None:
-    """Queries quantized in advance give the same bits, even if they are a slice of a wider tensor.
-    The bits are the same for attention to all tokens and to selected tokens.
+    """Attention is bit-identical if the queries are quantized in advance, even if they are a slice
+    of a wider tensor. This holds for attention to all tokens and to selected tokens.
     """
     q, stored, stored_as = window("cpu")
     scales = stored_as.scales
@@ -92,10 +90,11 @@ def test_a_cpu_attends_to_dequantized_values() -> None:
     reason="needs a Hopper GPU",
 )
 def test_cudnn_computes_the_same_product() -> None:
-    """The error of cuDNN is as small as that of the emulated product, for all tokens and for
-    selected tokens, with and without CUDA graphs.
+    """cuDNN attention is as accurate as the emulated product, for all tokens and for selected
+    tokens, with and without CUDA graphs.
 
-    The values differ, because cuDNN quantizes probabilities relative to the largest score so far.
+    Its values differ from those of the emulation, because cuDNN quantizes probabilities relative to
+    the largest score so far.
     """
     pytest.importorskip(
         "cudnn", reason="needs cuDNN's Python package: pip install nvidia-cudnn-frontend"

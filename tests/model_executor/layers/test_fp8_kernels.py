@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one-pass FP8 kernels equal the plain versions, which define the content of FP8 windows."""
+"""The one-pass FP8 kernels equal the plain PyTorch versions, which define the content of FP8
+windows.
+"""
 
 import pytest
 import torch
@@ -30,12 +32,12 @@ SHAPES = [(7, 3, 16), (50, 5, 128), (9, 2, 24)]
 
 
 def scales(kinds: int, heads: int, device: str) -> torch.Tensor:
-    """Return scales that are powers of two and differ between kinds and heads."""
+    """Return scales that are powers of two and differ between kinds (K and V) and heads."""
     return 2.0 ** (torch.arange(kinds * heads, device=device).view(kinds, heads) % 7 - 3)
 
 
 def stored(kinds: int, shape: tuple[int, int, int], device: str, spare: int = 0) -> torch.Tensor:
-    """Return a slice of a longer buffer, in which the kinds are therefore not adjacent."""
+    """Return a slice of a longer buffer, so that K and V are not adjacent in memory."""
     tokens, heads, width = shape
     generator = torch.Generator().manual_seed(tokens)
     numbers = 100 * torch.randn(kinds, tokens + spare, heads, width, generator=generator)
@@ -93,7 +95,7 @@ def test_values_are_rounded_to_the_nearest_and_saturated(
 def test_each_row_of_a_weight_has_its_scale(
     shape: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
-    """The product of a weight and its scale is rounded only once, whatever the scale is."""
+    """The product of a weight and its row's scale is rounded only once, whatever the scale is."""
     generator = torch.Generator().manual_seed(2)
     weight = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8).to(device)
     scale = torch.rand(shape[0], 1, generator=generator).to(device)
@@ -121,8 +123,8 @@ def _interpreted(rank: int) -> None:
                 torch.equal(out.transpose(0, 1)[1:], plain_dequantize(buffer, scales, dtype))
                 and not out[:, 0].any()
             )
-        # The values are exact in e4m3, because Triton's interpreter loses carries when it rounds to
-        # e4m3.
+        # All values are exactly representable in e4m3, because Triton's interpreter loses carries
+        # when it rounds to e4m3.
         exact = (300 * torch.randn(tokens, 3, heads, width, generator=generator)).to(FP8).float()
         kv = torch.where(exact.abs() == 448, 2 * exact, exact)
         apart = torch.zeros(tokens, 3, heads, width, dtype=FP8)
@@ -134,7 +136,7 @@ def _interpreted(rank: int) -> None:
                 )
         assert not apart[:, 0].float().any()
     weight = torch.randint(-127, 128, (5, 24), generator=generator, dtype=torch.int8)
-    # The scale is a power of two, because the interpreter truncates where it should round to bf16.
+    # Scales are powers of two, because Triton's interpreter truncates to bf16 instead of rounding.
     scale = 2.0 ** torch.arange(-2, 3).view(5, 1)
     for dtype in (torch.float32, torch.bfloat16):
         found = fp8_triton.dequantize(weight[None, None], scale.view(1, -1), dtype, rows=1)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with FP8 weights choose between two matrix products, cuBLAS and vLLM's CUTLASS kernel, and
-cuBLAS is as accurate as CUTLASS.
+"""Layers with FP8 weights use either cuBLAS or vLLM's CUTLASS kernel, and cuBLAS is as accurate as
+CUTLASS.
 """
 
 from typing import Any
@@ -72,8 +72,8 @@ def chosen(
 def test_only_wide_layers_with_row_scales_use_cublas(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], invariant: str, kernel: type
 ) -> None:
-    """Layers keep vLLM's kernel if they are narrow or have other scales, on other GPUs, and in the
-    batch-invariant mode.
+    """Layers keep vLLM's kernel if they are narrow, if their weights do not have one scale per row,
+    on GPUs without row-wise FP8 in cuBLAS, and in batch-invariant mode.
     """
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
     assert chosen(monkeypatch, **options) is kernel

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A buffer has a fixed address, and its memory is allocated as it fills."""
+"""A growing buffer has a fixed address, and its memory is allocated as it fills."""
 
 import itertools
 import os
@@ -52,8 +52,8 @@ def rss() -> int:
 
 @pytest.mark.parametrize("page", [1, 7, 64, 4096])
 def test_the_pages_of_each_rows_first_bytes(page: int) -> None:
-    """Every byte that is needed lies in exactly one of the returned pages, and pages shared by
-    several rows are returned once.
+    """`needed_pages` returns exactly the pages that contain a needed byte. A page shared by several
+    rows is returned once.
     """
     for used in (0, 1, 30, 99, 100):
         runs = needed_pages(5, 100, used, page)
@@ -65,9 +65,7 @@ def test_the_pages_of_each_rows_first_bytes(page: int) -> None:
 
 @pytest.mark.parametrize("page", [16, 64, 100])
 def test_growth_allocates_only_the_pages_that_are_missing(page: int) -> None:
-    """Growing a buffer keeps its address and its existing content. Memory that was freed can be
-    allocated again.
-    """
+    """Growing a buffer preserves its address and content. Freed memory can be allocated again."""
     shape = (2, 2, 12, 1, 2)
     made: list[FakePages] = []
 
@@ -111,7 +109,7 @@ SIZES = {
     "head_dim": 256,
     "dtype": torch.float32,
 }
-"""A window of 512 MiB: 8 rows of 64 MiB each, and 16 MiB per frame."""
+"""Sizes of a 512 MiB window: 8 rows of 64 MiB, and 16 MiB per frame."""
 
 
 def write(window: KVWindow, frames: range) -> None:
@@ -122,8 +120,8 @@ def write(window: KVWindow, frames: range) -> None:
 
 
 def test_a_large_window_takes_the_memory_of_its_frames() -> None:
-    """The operating system reports only the memory of the frames that a large window holds. A
-    pooled window keeps its address but no memory.
+    """A large window occupies resident memory only for the frames that it holds. A pooled window
+    keeps its address but occupies no memory.
     """
     rings: MemoryPool[Ring] = MemoryPool()
     before = rss()
@@ -157,8 +155,8 @@ def test_a_window_moves_with_the_memory_that_it_has() -> None:
 
 
 def test_a_window_that_stops_growing_equals_a_short_window() -> None:
-    """A window that stops growing gives the same keys and values as a short window at every later
-    chunk, although its buffer is longer.
+    """After a window stops growing, every later chunk sees the same keys and values as with a short
+    window, although the buffer is longer.
     """
     long = KVWindow(sink_frames=1, device="cpu", first_frames=5, **SIZES)  # type: ignore[arg-type]
     short = KVWindow(sink_frames=1, device="cpu", **{**SIZES, "window_frames": 6})  # type: ignore[arg-type]
@@ -188,8 +186,8 @@ def free_bytes() -> int:
 @pytest.mark.cuda
 @on_cuda
 def test_device_memory_is_mapped_as_the_buffer_grows() -> None:
-    """Device memory is mapped at a fixed address, which keeps captured graphs valid, and is
-    returned when the buffer is freed.
+    """Device memory is mapped at a fixed address, so captured graphs stay valid, and is released
+    when the buffer is freed.
     """
     device = torch.device("cuda", 0)
     torch.ones(1, device=device)
@@ -225,8 +223,8 @@ def test_device_memory_is_mapped_as_the_buffer_grows() -> None:
 @pytest.mark.cuda
 @on_cuda
 def test_a_buffer_larger_than_the_device_fails_without_a_trace() -> None:
-    """Reserving addresses beyond the device's memory succeeds. Growth beyond the device's memory
-    fails and leaves the buffer unchanged.
+    """A buffer may reserve more addresses than the device has memory. Growing it beyond the
+    device's memory fails and leaves the buffer unchanged.
     """
     device = torch.device("cuda", 0)
     torch.ones(1, device=device)

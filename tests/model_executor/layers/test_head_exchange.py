@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Ulysses all-to-all reshards activations from tokens to heads and back. Quantizing before the
-all-to-all gives the same bits as quantizing after it.
+"""The Ulysses all-to-all reshards activations from sequence-sharded to head-sharded and back.
+Quantizing before the all-to-all is bit-identical to quantizing after it.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ WINDOW, CHUNKS = 7, 4
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of a test case: `tokens` per frame, and `offsets`, the number of chunks by which each
-    session is ahead.
+    session is ahead of the youngest.
     """
 
     tokens: int
@@ -137,7 +137,7 @@ def play(
             q, k, v = (x[:, own] for x in projected(items, layer, sizes))
             attended = exchange.attend(items, layer, q, k, v, write_only=False)
             assert attended is not None and attended.shape == q.shape
-            results.append(attended.clone())  # the next call may reuse its memory
+            results.append(attended.clone())  # the next call may overwrite `attended`
         q, k, v = (x[:, own] for x in projected(items, 0, sizes))
         assert exchange.attend(items, 0, q, k, v, write_only=True) is None
 
@@ -153,8 +153,8 @@ def play(
 
 
 class AtOnce(cuda_graphs._Recording):
-    """Simulate a graph capture that shares buffers between graphs but runs operations between
-    graphs immediately.
+    """Simulate a graph capture in which graphs share buffers, but operations between graphs run
+    immediately.
     """
 
     def break_for(self, run: Callable[[], object]) -> None:
@@ -169,11 +169,11 @@ def in_a_capture() -> Iterator[None]:
 
 
 def compare(parallel: ParallelContext, sizes: Sizes, *, hopper: bool, chunks: int = CHUNKS) -> None:
-    """Compare quantizing before and after the all-to-all: with a capture, without one, and with a
-    single rank.
+    """Check that quantizing before and after the all-to-all is bit-identical, with and without a
+    graph capture, and that both equal the result of a single rank.
 
     Args:
-        hopper: Whether attention multiplies in FP8.
+        hopper: Whether attention uses FP8 matrix products.
     """
     found, windows, kinds = play(parallel, sizes, ahead=True, chunks=chunks)
     wanted, other_windows, _ = play(parallel, sizes, ahead=False, chunks=chunks)
@@ -212,8 +212,8 @@ def _compare(rank: int, rendezvous: str, hopper: bool, peers: bool) -> None:
 def test_quantizing_before_the_exchange_equals_quantizing_after_it(
     hopper: bool, peers: bool, tmp_path: Path
 ) -> None:
-    """Two ranks give the same bits as one rank, with and without a capture. The sizes cover one
-    session, an odd number of tokens, and a batch of sessions at different chunks.
+    """Two ranks are bit-identical to one rank, with and without a graph capture. The sizes cover
+    one session, an odd number of tokens, and a batch of sessions at different chunks.
     """
     run_ranks(_compare, (str(tmp_path / "rendezvous"), hopper, peers), RANKS)
 
@@ -238,7 +238,7 @@ def test_two_gpus_give_the_same_bits_in_both_orders(peers: bool, tmp_path: Path)
 
 
 def _in_graphs(rank: int, rendezvous: str) -> None:
-    """Replay exchanges in both directions from a CUDA graph, with new values each time and with one
+    """Replay a CUDA graph with exchanges in both directions, with new values each time and with one
     rank delayed.
     """
     torch.cuda.set_device(rank)
@@ -310,8 +310,8 @@ def test_tensors_of_several_dtypes_share_one_exchange(peers: bool, tmp_path: Pat
 
 
 def _write_after_write(rank: int, rendezvous: str) -> None:
-    """Let the second rank read slowly after a K/V-only forward pass, while the first rank already
-    sends again.
+    """Delay the second rank's read after a K/V-only forward pass while the first rank already sends
+    again.
     """
     with group(rank, rendezvous, peers=True) as parallel:
         windows = [make_window(HEADS // RANKS, Sizes(4), storage=None)]
@@ -356,9 +356,9 @@ def test_plain_windows_and_first_chunks_use_the_plain_exchange() -> None:
 def test_writing_into_the_window_equals_passing_keys_and_values(
     storage: torch.dtype | None,
 ) -> None:
-    """Writing K/V into the window gives the same window and the same attention result as passing
-    tensors. A chunk that wraps around the ring buffer or defines the scales offers no buffers to
-    write into.
+    """Writing K/V directly into the window gives the same window content and attention output as
+    passing K/V tensors. A chunk that wraps around the ring buffer or sets the scales offers no
+    buffers for direct writes.
     """
     sizes, exchange = Sizes(4), HeadExchange(ParallelContext(), 4 * CHUNK)
     passed, written = (make_window(HEADS, sizes, storage) for _ in range(2))

@@ -36,7 +36,7 @@ FP8 = {"dtype": "bfloat16", "quantization": "fp8_per_channel"}
 
 
 def cutlass_kernel(**options: Any) -> Int8ScaledMMLinearKernel:
-    """Return the kernel that vLLM chooses on a GPU."""
+    """Return the int8 kernel that vLLM would choose on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear_kernels.current_platform, "_enum", PlatformEnum.CUDA)
         patch.setattr(CutlassInt8ScaledMMLinearKernel, "is_supported", lambda *_: (True, None))
@@ -80,7 +80,9 @@ def test_weights_are_within_half_a_step_and_inputs_stay_exact(
 
 
 def int8_layer_error(device: str, num_tokens: int) -> torch.Tensor:
-    """Return the relative error of a layer with int8 products for each token, [num_tokens]."""
+    """Return the relative error of a layer with int8 matrix products for each token,
+    [num_tokens].
+    """
     inputs, outputs = 512, 256
     config = VllmConfig()
     config.model_config = SimpleNamespace(dtype=torch.bfloat16)  # type: ignore[assignment]
@@ -88,7 +90,7 @@ def int8_layer_error(device: str, num_tokens: int) -> torch.Tensor:
         torch.manual_seed(0)
         layer: Any = ColumnLinear(inputs, outputs, ParallelContext(), EverythingInt8(), "cam")
         weight, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs)
-        layer.weight = nn.Parameter(weight, requires_grad=False)  # was on the device `meta`
+        layer.weight = nn.Parameter(weight, requires_grad=False)  # was on the `meta` device
         layer.bias.data.copy_(bias)
         layer.quant_method.process_weights_after_loading(layer)
         x = torch.randn(num_tokens, inputs).bfloat16()
@@ -105,8 +107,8 @@ def int8_layer_error(device: str, num_tokens: int) -> torch.Tensor:
 def test_products_on_a_gpu_are_close_to_those_of_exact_inputs(
     single_rank: None, num_tokens: int
 ) -> None:
-    """The inputs of each token have their own scale, so a token with large values does not reduce
-    the precision of the others.
+    """Each token's inputs have their own scale, so a token with large values does not reduce the
+    precision of the others.
     """
     assert int8_products(torch.device("cuda"), torch.bfloat16).is_on
     error = int8_layer_error("cuda", num_tokens)
@@ -115,7 +117,9 @@ def test_products_on_a_gpu_are_close_to_those_of_exact_inputs(
 
 @pytest.mark.parametrize("num_tokens", [1, 37])
 def test_a_gpu_multiplies_by_the_kernel_of_vllm(single_rank: None, num_tokens: int) -> None:
-    """vLLM's real kernel is used, with its two CUDA operations replaced by their definitions."""
+    """Products run through vLLM's real kernel class, whose two CUDA operations are replaced by
+    reference implementations.
+    """
     shapes = []
 
     def quantize(x: torch.Tensor, *_: Any, symmetric: bool) -> tuple[torch.Tensor, ...]:

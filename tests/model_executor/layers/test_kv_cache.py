@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The K/V window with sink frames and a ring buffer equals a plain model of the original's buffer,
-which shifts its contents in memory.
+"""The K/V window, with sink frames and a ring buffer, is equivalent to the original
+implementation's buffer, which shifts its contents in memory.
 """
 
 from typing import Any
@@ -32,8 +32,8 @@ def make_window(window: int, sink: int, **options: Any) -> KVWindow:
 
 
 def tokens_of(frames: range, noise: float = 0.0) -> torch.Tensor:
-    """Return one value per token: f + t/10 (+ noise) for token t of frame f. The value identifies
-    the token's position.
+    """Return one value per token, f + t/10 (+ noise) for token t of frame f, which identifies the
+    token.
     """
     values = [[frame + token / 10 + noise] for frame in frames for token in range(S)]
     return torch.tensor(values).unsqueeze(1)
@@ -46,8 +46,8 @@ def write(window: KVWindow, frames: range, noise: float = 0.0) -> None:
 
 
 class RollingBuffer:
-    """The buffer of the original implementation appends while there is room. A full buffer shifts
-    all tokens after the sinks to the left.
+    """The original implementation's buffer: it appends tokens while there is room. Once it is full,
+    it shifts all tokens after the sinks to the left.
     """
 
     def __init__(self, capacity_frames: int, sink_frames: int) -> None:
@@ -74,8 +74,8 @@ class RollingBuffer:
 def test_a_chunk_sees_the_keys_of_the_rolling_buffer(
     sink: int, extra: int, chunk: int, chunks: int, limit: int | None
 ) -> None:
-    """For every window, sink and chunk length, the window returns the same keys and counters as the
-    rolling buffer, and its chronological content is the same.
+    """For every window, sink and chunk length, the window has the same visible keys, counters and
+    chronological content as the rolling buffer.
     """
     window = make_window(sink + chunk + extra, sink, max_attention_tokens=limit)
     reference = RollingBuffer(sink + chunk + extra, sink)
@@ -111,7 +111,9 @@ def test_reading_the_window_copies_nothing() -> None:
 
 @pytest.mark.parametrize("committed", [3, 6, 9, 30])
 def test_an_abandoned_chunk_changes_no_live_tensor(committed: int) -> None:
-    """K/V of noisy steps are written to slots that no later chunk can see."""
+    """An abandoned chunk wrote the K/V of its noisy steps only to slots that no later chunk can
+    see.
+    """
     window = make_window(7, 2)
     for start in range(0, committed, 3):
         write(window, range(start, start + 3))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows with FP8 keys and values take up half the bytes, have the precision of e4m3, and keep the
-invariants of plain windows.
+"""Windows with FP8 keys and values use half the memory, have e4m3 precision, and satisfy the
+invariants of unquantized windows.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
     "dtype": torch.float32,
 }
 E4M3 = 2.0**-4
-"""Largest relative error of a value stored with four significant bits."""
+"""Maximum relative error of a value stored with four significant bits."""
 
 
 def make_window(
@@ -38,8 +38,8 @@ def make_window(
 
 
 def chunk_kv(frames: range, heads: int = HEADS, size: float = 1.0) -> list[torch.Tensor]:
-    """Return keys and values of every layer, [L, 2, T, N, H]. Head n is 30^n times as large as head
-    0.
+    """Return keys and values of every layer, [L, 2, T, N, H]. The values of head n are 30^n times
+    as large as those of head 0.
     """
     generator = torch.Generator().manual_seed(frames.start)
     kv = torch.randn(LAYERS, 2, len(frames) * TOKENS, HEADS, DIM, generator=generator)
@@ -135,8 +135,8 @@ def test_a_fork_keeps_its_own_scales() -> None:
 
 
 def test_moved_sinks_equal_those_of_the_plain_window_up_to_rounding() -> None:
-    """A sink is always rotated from its stored value rather than from its last rotation, so errors
-    do not accumulate.
+    """A sink is always rotated from its stored value rather than from its previous rotation, so
+    rounding errors do not accumulate.
     """
     fp8, plain = (run(make_window(SinkWindow, storage, moving=True), 60) for storage in (FP8, None))
     for window in (fp8, plain):
@@ -150,8 +150,8 @@ def test_moved_sinks_equal_those_of_the_plain_window_up_to_rounding() -> None:
 
 
 def test_fp8_and_plain_windows_renew_the_same_sinks() -> None:
-    """FP8 windows compute the similarity of sinks from dequantized values, so heads of every
-    magnitude have the same weight as in plain windows.
+    """FP8 windows compute sink similarity from dequantized values, so every head, whatever its
+    magnitude, has the same weight as in unquantized windows.
     """
     renewed = []
     for storage in (FP8, None):

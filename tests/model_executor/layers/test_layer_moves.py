@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers are partitioned by cost and move between pipeline stages (gloo, one process per stage)."""
+"""Layers are partitioned by cost and moved between pipeline stages (gloo, one process per
+stage).
+"""
 
 import itertools
 from pathlib import Path
@@ -28,7 +30,9 @@ PARTITIONS = ([3, 2, 2], [1, 1, 5], [5, 1, 1], [2, 3, 2])
 def test_a_partition_minimises_the_slowest_stage(
     fixed_ms: tuple[float, ...], expected: list[int]
 ) -> None:
-    """No other partition has a faster slowest stage. Every stage keeps at least one layer."""
+    """The partition minimises the time of the slowest stage. Every stage keeps at least one
+    layer.
+    """
     costs = [StageCost(10.0, ms) for ms in fixed_ms]
 
     def slowest(partition: tuple[int, ...]) -> float:
@@ -41,8 +45,8 @@ def test_a_partition_minimises_the_slowest_stage(
 
 
 def test_work_of_a_stage_besides_its_layers_is_a_fixed_cost() -> None:
-    """Two stages of 15 layers each are balanced again. The second stage also runs a head for 5 ms
-    per pass and decodes for 100 ms per chunk of 5 passes.
+    """Two stages of 15 layers each are rebalanced to 21 and 9 layers, because the second stage also
+    runs a head for 5 ms per pass and decodes for 100 ms per chunk of 5 passes.
     """
     costs = stage_costs([30.0, 35.0], [15, 15], 5, [0.0, 100.0])
     assert costs == [StageCost(10.0, 0.0), StageCost(10.0, 125.0)]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transformers use vLLM's linear layers: how weights are sharded and loaded, and what the
-layers compute.
+"""The transformers' linear layers, which derive from vLLM's: sharding and loading of weights, and
+results.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ LAYERS: dict[str, Make] = {
 
 
 def model(kind: str, parallel: ParallelContext, seed: int = 0) -> nn.ModuleDict:
-    """Return a model of one layer, loaded from a checkpoint that is the same for every rank."""
+    """Return a one-layer model loaded from a checkpoint that is the same for every rank."""
     holder = nn.ModuleDict({"layer": LAYERS[kind](parallel)})
     generator = torch.Generator().manual_seed(seed)
     for slot in checkpoint_slots(holder).values():
@@ -160,8 +160,8 @@ def test_a_tensor_of_another_shape_is_refused() -> None:
     ("requested", "used"), [([], True), (["-quant_fp8"], False), (["+quant_fp8"], True)]
 )
 def test_inputs_are_quantized_by_vllms_kernel(requested: list[str], used: bool) -> None:
-    """Inputs are quantized by vLLM's kernel unless the user's setting says otherwise. By default,
-    vLLM would compile the plain version for every layer when compilation is enabled.
+    """vLLM's kernel quantizes the inputs unless the user configures otherwise. By default, with
+    compilation enabled, vLLM would instead compile its PyTorch version for every layer.
     """
     compilation = CompilationConfig(custom_ops=["none", *requested])
     use_quantization_kernel(compilation.custom_ops)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pooled window memory looks empty to a new window and is freed when memory runs short."""
+"""Pooled window memory appears empty to a new window and is freed when memory runs low."""
 
 import pytest
 import torch
@@ -119,8 +119,9 @@ def test_pooled_memory_is_freed_oldest_first() -> None:
 
 
 def test_a_session_may_be_closed_outside_inference_mode() -> None:
-    """A session's window is created in inference mode, and torch forbids writes to its tensors
-    outside that mode. Closing the session, for example through an operator's call, must still work.
+    """A session can be closed outside inference mode, for example by an operator's call, although
+    its window was created in inference mode and torch forbids in-place writes to such tensors
+    elsewhere.
     """
     rings: MemoryPool[Ring] = MemoryPool()
     with torch.inference_mode():
@@ -132,7 +133,9 @@ def test_a_session_may_be_closed_outside_inference_mode() -> None:
 
 
 def test_moved_memory_is_not_pooled() -> None:
-    """Memory that has moved is not pooled, because no CUDA graph refers to its new address."""
+    """Window memory that has moved to another address is not pooled, because no CUDA graph refers
+    to the new address.
+    """
     rings: MemoryPool[Ring] = MemoryPool()
     held = window(rings)
     held.to("cpu")

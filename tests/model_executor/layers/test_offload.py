@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayerOffloader` keeps layers in host memory without changing a bit of their results, meets the
-budget, and spreads the offloaded layers evenly.
+"""`LayerOffloader` keeps layers in host memory with bit-identical results, meets its memory budget,
+and spreads the offloaded layers evenly.
 """
 
 from collections.abc import Callable
@@ -100,8 +100,8 @@ def test_no_layer_of_wan_runs_before_its_weights_are_fetched(t2v: Path) -> None:
 
 
 def test_layers_in_any_order_use_their_own_weights() -> None:
-    """Layers use their own weights in any order, including repeated and changing sequences with
-    more layers than slots.
+    """Every layer runs with its own weights, whatever the order of the layers. The order repeats
+    and changes, and includes more layers than there are slots.
     """
     plain, offloaded_layers = layers(9), layers(9)
     offloaded(offloaded_layers[:5], offloaded_layers[5:])
@@ -126,8 +126,8 @@ def test_weights_are_prefetched() -> None:
 
 
 def test_new_weights_are_used_after_a_reload() -> None:
-    """A reload either copies weights in place on the host or assigns new tensors, as vLLM's reload
-    does. The layer uses the new weights in both cases.
+    """Layers use their new weights after a reload, whether it copies them in place on the host or
+    assigns new tensors.
     """
     offloaded_layers, other = layers(6), layers(6, seed=1)
     offloader = offloaded(offloaded_layers)
@@ -162,8 +162,8 @@ def test_a_failed_layer_releases_its_slot() -> None:
     ("budget", "chosen"), [(0, 0), (10, 1), (50, 5), (95, 9), (100, 10), (1000, 10)]
 )
 def test_a_budget_is_met_and_spread_evenly(budget: int, chosen: int) -> None:
-    """With ten layers of ten bytes, the two halves of the network differ by at most one offloaded
-    layer.
+    """With ten layers of ten bytes each, the numbers of offloaded layers in the two halves of the
+    network differ by at most one.
     """
     on_host = spread([10] * 10, budget)
     assert sum(on_host) == chosen

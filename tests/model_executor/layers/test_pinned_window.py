@@ -67,8 +67,8 @@ def session(window: PinnedWindow, chunks: int) -> PinnedWindow:
 
 @pytest.mark.parametrize("base", [0, 3, 1000])
 def test_pinned_keys_are_at_their_distance_from_the_frames(base: int) -> None:
-    """Frame f attends to pinned keys as if its position were f - base. The tolerance allows for the
-    fp32 rounding of rotations.
+    """Frame f attends to pinned keys as if its position were f - base. The tolerance covers the
+    rounding error of rotations in fp32.
     """
     window = session(new_window(), 4)
     frames = range(12, 15)
@@ -88,8 +88,8 @@ def test_pinned_keys_are_at_their_distance_from_the_frames(base: int) -> None:
 
 
 def test_place_is_computed_from_the_first_chunk() -> None:
-    """Moving the pinned keys many times and back restores the same bits, so rounding errors do not
-    accumulate.
+    """Moving the pinned keys many times and back is bit-identical to never moving them, so rounding
+    errors do not accumulate.
     """
     window = session(new_window(), 2)
     before = window.buffer.clone()
@@ -112,7 +112,9 @@ def test_saved_tensors_do_not_depend_on_the_place(storage: torch.dtype | None) -
 
 
 def test_a_fork_is_independent() -> None:
-    """A fork starts from the same bits, and later changes to it do not affect the original."""
+    """A fork starts bit-identical to the original, and later changes to the fork do not affect the
+    original.
+    """
     window = session(new_window(), 3)
     window.place_pinned(5)
     other = window.fork()

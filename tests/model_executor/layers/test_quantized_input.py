@@ -103,8 +103,8 @@ def test_layers_with_other_activation_scales_take_no_quantized_input(key: object
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_a_gpu)])
 def test_the_gelu_of_a_product_is_the_gelu_of_its_result(device: str) -> None:
-    """On a GPU, the product and its GELU are one kernel, which reads the sum before it is
-    rounded.
+    """On a GPU, one kernel computes the matrix product and its GELU, and applies GELU before the
+    sum is rounded.
     """
     with torch.device(device):
         layer = ColumnLinear(256, 512, ParallelContext(), LinearPrecision(), "a").to(torch.bfloat16)

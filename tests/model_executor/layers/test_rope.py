@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embedding over frames, rows and columns."""
+"""Rotary position embedding over frames, rows and columns."""
 
 import math
 
@@ -48,8 +48,8 @@ def test_rotation_multiplies_interleaved_pairs_as_complex_numbers() -> None:
 
 
 def test_a_score_depends_on_the_distance_only_however_late_the_frame() -> None:
-    """The attention score of two tokens one frame apart has not drifted (1e-4 in fp32) after 10
-    hours at 4 latent frames per second.
+    """After 10 hours at 4 latent frames per second, the attention score of two tokens one frame
+    apart has drifted by less than 1e-4 in fp32.
     """
     torch.manual_seed(0)
     q, k = torch.randn(1, 1, 16), torch.randn(1, 1, 16)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sinks either move along with the window or are renewed."""
+"""Sinks that either move along with the window or are replaced by later frames."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def rotated(x_TNH: torch.Tensor, frame: int) -> torch.Tensor:
 
 
 def run(window: KVWindow, frames: range) -> None:
-    """Process a chunk as a model does: open it, write every layer, and commit it."""
+    """Process a chunk as a model does: start it, write every layer, and commit it."""
     if isinstance(window, SinkWindow):
         window.open(frames)
     for layer in range(2):
@@ -119,8 +119,8 @@ def stored(frame: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("threshold", [-1.0, 0.0, 0.3, 1.0])
 def test_a_leaving_frame_replaces_the_sink_it_resembles_least(threshold: float) -> None:
-    """Each layer decides separately whether to renew a sink, and its decisions equal those of a
-    plain loop over the frames.
+    """Each layer decides separately which sink a leaving frame replaces, with the same decisions as
+    a simple loop over the frames.
     """
     window = make_window(refresh_threshold=threshold)
     sinks = [list(range(SINK)) for _ in range(2)]
@@ -170,7 +170,7 @@ def test_a_fork_and_a_moved_window_continue_identically() -> None:
 
 
 def test_moving_a_window_discards_uncommitted_decisions() -> None:
-    """A renewal that was decided but not committed does not overwrite the sinks of a moved
+    """A sink replacement that was decided but not committed does not overwrite the sinks of a moved
     window.
     """
     seen = []

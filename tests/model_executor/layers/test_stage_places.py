@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers each pipeline stage holds, and which ranks decode."""
+"""Assignment of layers to pipeline stages, and of decoding to ranks."""
 
 import pytest
 
@@ -39,8 +39,8 @@ def test_stages_hold_every_layer_once(
 
 
 def test_a_vae_stage_is_neither_first_nor_last() -> None:
-    """The embedding and the head of the network are on other stages than the VAE. Exactly one rank
-    of the VAE stage decodes.
+    """The network's embedding and head are not on the VAE stage. Exactly one rank of the VAE stage
+    decodes.
     """
     vae = ParallelContext(rank=0, size=1, stage=2, num_stages=2, vae_stage=True)
     assert not vae.first_stage and not vae.last_stage and vae.decodes

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On each rank, adapters act on the same shards of a layer as the rank's weights do, before results
-are summed over ranks.
+"""On each rank, adapters are sharded like the rank's weights and applied before results are summed
+over ranks.
 """
 
 from dataclasses import replace
@@ -58,7 +58,7 @@ class Network(nn.Module):
 
 
 def build(parallel: ParallelContext) -> tuple[Network, AdaptedLayers]:
-    """Return the network with attached layers. `weights()` are loaded into slot 1."""
+    """Return a network and its layers with adapter support attached."""
     torch.manual_seed(0)
     network = Network(parallel)
     layers = AdaptedLayers(AdapterTarget(network, SHAPES), 2, 4, torch.float32, torch.ones(2))
@@ -82,7 +82,7 @@ def weights() -> AdapterWeights:
 
 
 def changes(network: Network, name: str, x: torch.Tensor) -> torch.Tensor:
-    """Return the difference that the adapter makes to this rank's result of a layer."""
+    """Return the change that the adapter makes to a layer's output on this rank."""
     layer = getattr(network.block, name)
     run = layer.own_part if name == "down" else layer
     with using(IN_USE):
@@ -144,8 +144,8 @@ def test_adapter_parts_match_the_checkpoint_slots(size: int, tmp_path: Path) -> 
 
 
 def test_without_an_adapter_a_layer_is_unchanged() -> None:
-    """Attached layers without an adapter give bit-identical results. Detaching restores the layer's
-    own method.
+    """Layers with adapter support attached but no adapter give bit-identical results. Detaching
+    restores each layer's own method.
     """
     network, layers = build(ParallelContext())
     x = torch.randn(4, 6)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eager renderers for all tests of the tiny world. The ground of the village is baked once."""
+"""Eager renderers shared by all tests of the tiny world. The texture of the village's ground is
+computed only once.
+"""
 
 import pytest
 import torch
@@ -11,8 +13,8 @@ from training.tiny_world.render import Renderer
 class RememberingRenderer(Renderer):
     """An eager renderer that caches its results.
 
-    Each view is rendered once, however many worlds and ground truths use it, and its rays are cast
-    once for all styles.
+    Each view is rendered only once, however many worlds and ground truths use it, and its rays are
+    cast once for all styles.
     """
 
     def __init__(self, height: int, width: int) -> None:

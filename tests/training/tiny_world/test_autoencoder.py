@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trained autoencoder and the tiny decoder equal the streams of the serving package with the
-same files.
+"""The autoencoder and the tiny decoder of the training code equal the streaming ones of the serving
+package, given the same files.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE
 
 WIDTH, FRAMES, HEIGHT = 4, 17, 24
 TOLERANCE = 1e-4
-"""Absolute tolerance for values of about 1: fp32 sums in a different order, through some forty
+"""Absolute tolerance for values of about 1, because fp32 sums have a different order in about forty
 layers.
 """
 
@@ -72,8 +72,8 @@ def served(trained: Path) -> StreamingWanVAE:
 def test_latents_are_those_of_the_served_encoder(
     trained: Path, served: StreamingWanVAE, clip: torch.Tensor
 ) -> None:
-    """Latents of a whole clip equal those of the served encoder, which encodes the clip in two
-    calls.
+    """The latents of a clip that is encoded at once equal those of the served encoder, which
+    encodes the clip in two calls.
     """
     latents, _ = load_autoencoder(trained, "cpu").moments(clip)
     pixels = clip.transpose(1, 2)
@@ -97,7 +97,7 @@ def test_pixels_are_those_of_the_served_decoder(trained: Path, served: Streaming
 
 
 def test_scaled_latents_decode_to_the_same_image(trained: Path, clip: torch.Tensor) -> None:
-    """Latents that are scaled by (z - centre) / scale decode to the same pixels."""
+    """Latents that have been normalised as (z - centre) / scale decode to the same pixels."""
     weights = torch.load(trained, weights_only=True)
     centre, scale = torch.linspace(-1, 1, 16), torch.linspace(0.5, 2, 16)
     before, after = Autoencoder(WIDTH), Autoencoder(WIDTH)
@@ -120,7 +120,7 @@ def test_frames_do_not_depend_on_later_ones(trained: Path, clip: torch.Tensor) -
 
 def test_the_cheap_decoder_is_the_served_one(tmp_path: Path) -> None:
     """The tiny decoder equals the served one, which decodes the latents as a stream in two calls.
-    The file is read with the widths of the training.
+    The layer widths are read from the file.
     """
     torch.manual_seed(5)
     widths = (16, 12, 8, 8)

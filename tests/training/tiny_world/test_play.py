@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks in the real engine: concurrent sessions, changed prompts, and saved and restored
+"""Walks in the real engine: concurrent sessions, prompt changes, and saved and restored
 sessions.
 """
 
@@ -35,9 +35,9 @@ def _played(checkpoint: Path, engines: int = 1, **options: int) -> tuple[list[to
 def test_walks_come_back_in_order_and_a_snapshot_changes_nothing(lingbot_world: Path) -> None:
     """Walks are returned in order, and saving and restoring a session does not change its videos.
 
-    Videos have 9 + 12 frames. A new prompt changes the chunk with which it is sent. Saved and
-    restored sessions continue bit for bit. Times count chunks of three latent frames. Two engines
-    generate the same videos.
+    Each video has 9 + 12 frames. A new prompt affects the chunk with which it is sent. Saved and
+    restored sessions continue bit for bit. The timings count chunks of three latent frames. Two
+    engines generate the same videos.
     """
     videos, times = _played(lingbot_world)
     assert [len(video) for video in videos] == [21, 9, 21]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Players of the tiny world.
+"""The players that evaluate the tiny world.
 
-Their walks do what their names say, a perfect world reaches every target, and broken worlds do not.
+The players' walks match their names, a perfect world reaches every target, and broken worlds do
+not.
 """
 
 import io
@@ -29,7 +30,9 @@ TARGETS = ("still", "bot", "wall", "home")
 
 @dataclass(frozen=True)
 class Changed:
-    """The ground truth, in which `change` modifies every video after its start image."""
+    """A world that shows the ground truth, with every video modified by `change` after its start
+    image.
+    """
 
     renderer: Renderer
     change: Callable[[torch.Tensor], torch.Tensor]
@@ -41,7 +44,7 @@ class Changed:
 
 @dataclass(frozen=True)
 class OtherStyle:
-    """The ground truth in the style that follows the prompt's style."""
+    """A world that shows the ground truth in the style after the prompt's style."""
 
     renderer: Renderer
 
@@ -69,20 +72,20 @@ def _blurred(video: torch.Tensor) -> torch.Tensor:
 
 
 def _mosaic(video: torch.Tensor) -> torch.Tensor:
-    """Return the video with one tile of 8x8 pixels repeated everywhere."""
+    """Return the video with one 8x8 tile repeated over the whole frame."""
     height, width = video.shape[1:3]
     return video[:, 20:28, 36:44].repeat(1, height // 8, width // 8, 1)
 
 
 def _missed(world: object, renderer: Renderer) -> set[str]:
-    """Return the first words of the measures in which a world misses its target."""
+    """Return the first word of each metric in which a world misses its target."""
     found = players.score_players(world, renderer, seed=SEED, names=TARGETS, walks=1, seconds=2)
     return {row["measure"].rsplit(",", 1)[0] for row in found["table"] if not row["met"]}
 
 
 def test_a_perfect_world_reaches_every_target(small_renderer: Renderer) -> None:
-    """A perfect world reaches every target: each second of each scenario equals the truth, and the
-    report is JSON.
+    """A perfect world reaches every target: each second of each scenario equals the ground truth,
+    and the report is valid JSON.
     """
     found = players.score_players(
         RenderedWorld(small_renderer), small_renderer, seed=SEED, walks=1, seconds=2
@@ -99,8 +102,8 @@ def test_a_perfect_world_reaches_every_target(small_renderer: Renderer) -> None:
 
 
 def test_a_frozen_world_does_not_follow(renderer: Renderer) -> None:
-    """A frozen world shows a sharp village at all times, so only a comparison with a moving camera
-    detects it.
+    """A frozen world always shows a sharp village, so only the comparison with the moving camera
+    detects that it does not follow.
     """
     assert _missed(Changed(renderer, _frozen), renderer) == {"bot: PSNR"}
 
@@ -117,7 +120,7 @@ def test_a_mosaic_misses_every_target(renderer: Renderer) -> None:
 
 def test_another_style_is_no_village_of_the_prompt(renderer: Renderer) -> None:
     """A world in another style does not count as the prompt's village, although its edges are as
-    sharp as in the truth.
+    sharp as those of the ground truth.
     """
     missed = _missed(OtherStyle(renderer), renderer)
     assert {
@@ -129,7 +132,7 @@ def test_another_style_is_no_village_of_the_prompt(renderer: Renderer) -> None:
 
 
 def test_a_style_may_change_within_a_second_of_its_prompt(renderer: Renderer) -> None:
-    """The old style is accepted for four latent frames after a new prompt, and refused
+    """The previous style is accepted for four latent frames after a new prompt, and counts as wrong
     afterwards.
     """
     [player] = players.players("still", SEED, walks=1, seconds=5)
@@ -150,8 +153,8 @@ def test_a_frame_within_30_db_of_the_truth_is_a_village(
     """A frame with a PSNR of at least 30 dB against the truth counts as a village, even if the
     classifier refuses it.
 
-    A difference of 4 levels is 36 dB, and one of 12 is 27 dB. The classifier in this test accepts
-    only the truth.
+    A difference of 4 levels corresponds to 36 dB, and one of 12 levels to 27 dB. The classifier in
+    this test accepts only the ground truth.
     """
     [player] = players.players("still", SEED, walks=1, seconds=1)
     truth = players.truth_of(renderer, player)
@@ -165,8 +168,8 @@ def test_a_frame_within_30_db_of_the_truth_is_a_village(
 
 
 def test_only_open_views_are_judged(renderer: Renderer) -> None:
-    """Only open views are judged, because the classifier was calibrated on them. A wall at arm's
-    length could be anything.
+    """Only unobstructed views are judged, because the classifier was calibrated on them. A frame
+    that shows only a nearby wall could be anything.
     """
     [player] = players.players("wall", SEED, walks=1, seconds=2)
     truth, path = players.truth_of(renderer, player), player.walk.walk()
@@ -181,10 +184,10 @@ def test_only_open_views_are_judged(renderer: Renderer) -> None:
 
 @pytest.mark.parametrize("seconds", [20, 300])
 def test_home_ends_where_it_started(seconds: int) -> None:
-    """A walk home undoes every key, so its last second is at the start pose, and in between the
-    camera is elsewhere.
+    """The walk `home` undoes every key, so the camera is elsewhere in between, and back at the
+    start pose in the last second.
 
-    No walk reaches the served world's limit of the pitch, which would stop the camera's rotation.
+    No walk reaches the served world's pitch limit, which would stop the camera's rotation.
     """
     for player in players.players("home", SEED, seconds=seconds):
         path = player.walk.walk()
@@ -197,8 +200,8 @@ def test_home_ends_where_it_started(seconds: int) -> None:
 
 
 def test_score_prints_one_json_object(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`score` prints one JSON object. `--players NAME` plays only this scenario; without a name, it
-    plays all.
+    """`score` prints one JSON object. `--players NAME` plays only the named scenario; without a
+    name, all scenarios are played.
     """
 
     @dataclass(frozen=True)

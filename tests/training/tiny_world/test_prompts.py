@@ -6,8 +6,8 @@ from training.tiny_world.village import STYLES
 
 
 def test_sixty_prompts_a_style_all_different() -> None:
-    """Each style has sixty prompts, and no prompt occurs in two styles. Every prompt names the
-    village and is complete.
+    """Each style has sixty prompts, and no prompt occurs in two styles. Every prompt mentions the
+    village and has no unfilled placeholder.
     """
     assert tuple(PROMPTS) == STYLES
     assert [len(prompts) for prompts in PROMPTS.values()] == [60, 60, 60]

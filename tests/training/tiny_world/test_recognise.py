@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The classifier recognises renders of the village in their style, and no broken frames of
-worlds.
-"""
+"""The classifier recognises renders of the village in their style, and rejects broken frames."""
 
 import pytest
 import torch
@@ -16,8 +14,8 @@ Views = tuple[torch.Tensor, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def views(renderer: Renderer) -> Views:
-    """90 new renders of 48x80 pixels: open views of random walkers after some seconds, a third of
-    them in each style.
+    """90 new renders of 48x80 pixels: unobstructed views of random walkers after a few seconds, a
+    third of them in each style.
     """
     walks = random_walks(120, 25, seed=424_242)
     path = [getattr(walks, name)[:, -1] for name in ("positions", "yaw", "pitch")]
@@ -38,16 +36,16 @@ def _bytes(images_N3HW: torch.Tensor) -> torch.Tensor:
 
 
 def test_fresh_renders_are_villages(views: Views) -> None:
-    """New renders are recognised as villages. At least 99 % are promised, and of 90 renders one may
-    be missed by chance.
+    """New renders are recognised as villages. The classifier is meant to recognise at least 99 % of
+    them; by chance, up to two of the 90 renders in this test may be missed.
     """
     assert _share(*views) >= 88 / 90
 
 
 @pytest.mark.parametrize("name", recognise.DAMAGES)
 def test_damaged_renders_are_no_villages(views: Views, name: str) -> None:
-    """Renders are not recognised as villages after any type of damage, except that shuffled tiles
-    of a wall may pass.
+    """Damaged renders are not recognised as villages, whatever the type of damage. Only shuffled
+    tiles of a wall may pass.
     """
     frames, style = views
     bad, which = recognise.damaged(
@@ -66,8 +64,8 @@ def test_another_style_is_not_the_one_requested_for(views: Views) -> None:
 def test_broken_worlds_are_not_recognised() -> None:
     """At most one in a hundred frames of a broken world is recognised as a village, in any style.
 
-    The frames are mosaics, fog and smears of a world without world poses. The training has not used
-    some of them.
+    The frames show mosaics, fog and smears from a world without world poses. Some of them were not
+    used for training.
     """
     frames, style, seen = recognise.broken_frames()
     assert len(frames) >= 100 and int((~seen).sum()) >= 20

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The renderer yields the same image compiled and eager, its world repeats, and walls are where
-they should be.
+"""The compiled and the eager renderer yield the same image, the world repeats periodically, and
+walls are where they should be.
 """
 
 import math
@@ -13,8 +13,8 @@ from training.tiny_world.village import HOUSES, PERIOD, WALLS
 
 # x, z, yaw, pitch, style
 VIEWS = torch.tensor([(1.2, -4.0, 0.0, 0.0, 0), (2.6, 7.4, 3.4, 0.2, 1), (-7.0, 1.5, 1.1, -0.3, 2)])
-# Mean colour of each view, and mean difference of neighbouring pixels, in levels of 255. Replace
-# these values when the world is meant to look different: print `digest(renderer)`.
+# Mean colour of each view, and mean difference of neighbouring pixels, in levels of 255. When the
+# world is meant to look different, replace these values with the output of `digest(renderer)`.
 GOLDEN = [
     [117.62, 127.68, 120.68, 6.39],
     [96.48, 60.53, 63.2, 4.15],
@@ -27,7 +27,7 @@ def render(renderer: Renderer, views: torch.Tensor = VIEWS) -> torch.Tensor:
 
 
 def digest(renderer: Renderer) -> torch.Tensor:
-    """Return the mean red, green and blue and the detail of each view, [views, 4]."""
+    """Return the mean red, green and blue values and the detail of each view, [views, 4]."""
     frames = render(renderer).float()
     detail = (frames[:, :, 1:] - frames[:, :, :-1]).abs().mean(dim=(1, 2, 3))
     return torch.cat((frames.mean(dim=(1, 2)), detail[:, None]), dim=1)
@@ -48,7 +48,7 @@ def test_the_village_looks_as_recorded(renderer: Renderer) -> None:
     """The village looks as recorded. The tolerance of half a level of 255 allows for another
     processor's rounding.
 
-    A moved house or a different light changes more than that.
+    A moved house or a different light changes the values by more than that.
     """
     assert digest(renderer).flatten().tolist() == pytest.approx(
         [value for row in GOLDEN for value in row], abs=0.5
@@ -56,7 +56,7 @@ def test_the_village_looks_as_recorded(renderer: Renderer) -> None:
 
 
 def test_the_world_repeats(renderer: Renderer) -> None:
-    """The world repeats: a period to the east or south, the image is the same, except for rays at
+    """The world repeats: one period to the east or south, the image is the same, except for rays at
     edges.
 
     Rounding can move such a ray past the edge.
@@ -69,8 +69,8 @@ def test_the_world_repeats(renderer: Renderer) -> None:
 
 
 def test_a_house_is_where_the_village_says(renderer: Renderer) -> None:
-    """A house is where the village says: seen from 5 m in front of its longest side, its wall fills
-    the middle of the image.
+    """A house is where the village definition places it: seen from 5 m in front of its longest
+    side, its wall fills the middle of the image.
     """
     for (x, z, _, depth, _, heading), wall in zip(HOUSES, WALLS, strict=False):
         turn = math.radians(heading)

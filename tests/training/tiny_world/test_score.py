@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scorer finds no error in a world that shows the ground truth, and finds the errors of broken
-worlds.
+"""The scorer finds no error in a world that shows the ground truth, and detects the errors of
+broken worlds.
 """
 
 import json
@@ -21,10 +21,11 @@ from training.tiny_world.village import STYLES
 
 SEED = 11
 MOVING_SEED = 26
-"""Seed with which walkers move in nearly every latent frame and only by keys.
+"""Seed for which the walkers move in nearly every latent frame, driven only by key presses.
 
-With other seeds, walkers may stand still for a while, and the speed of a stick cannot be derived
-from the keys. None of this seed's start images has the mean colour of a view in another style.
+With other seeds, walkers may stand still for a while or use an analogue stick, whose speed cannot
+be derived from the keys. With this seed, no start image has the mean colour of a view in another
+style.
 """
 
 
@@ -35,18 +36,19 @@ def _few_reference_places(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def few_latents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use few latents in each drill, which suffice because a measure is a median over latents."""
+    """Use only a few latents in each drill. They suffice because each metric is a median over
+    latents.
+    """
     monkeypatch.setattr(score, "TURN_LATENTS", 8)
     monkeypatch.setattr(score, "STEP_LATENTS", 4)
 
 
 @pytest.fixture(scope="module")
 def truth(small_renderer: Renderer) -> Truth:
-    """A ground truth that all worlds of this file share, because rendering it takes most of the
+    """A ground truth shared by all tests in this file, because rendering it takes most of their
     time.
 
-    The coarse images of this ground truth have the size of its other images, so both use one
-    ground.
+    Its coarse images have the same size as its other images, so both use the same ground texture.
     """
     truth = Truth(small_renderer)
     assert (truth.palette.renderer.height, truth.palette.renderer.width) == (24, 40)
@@ -56,7 +58,7 @@ def truth(small_renderer: Renderer) -> Truth:
 
 @dataclass(frozen=True)
 class Deaf:
-    """A world that ignores the keys and new prompts: every frame is the start image."""
+    """A world that ignores keys and new prompts: every frame is the start image."""
 
     def play(self, walks: Sequence[Played], images_NHW3: torch.Tensor) -> list[torch.Tensor]:
         frames = [4 * len(walk.keys) - 3 for walk in walks]
@@ -70,7 +72,8 @@ def test_the_truth_is_perfect(
 ) -> None:
     """The ground truth gets perfect scores in every row of the table.
 
-    The result can be stored as JSON. The strip has two rows per walk and a column per chunk.
+    The result can be stored as JSON. The image strip has two rows per walk and one column per
+    chunk.
     """
     world = RenderedWorld(small_renderer)
     found = score.score(world, truth, seed=SEED, walks=3, chunks=2, strip=tmp_path / "strip.png")
@@ -96,7 +99,7 @@ def test_a_world_that_obeys_nothing_scores_badly(truth: Truth, few_latents: None
     assert abs(found["turn"]["ratio"]) < 0.05
     assert found["step"]["ratio"] < 0.2
     assert max(found["switch"]["share"]) == 0.0
-    assert found["loop"]["psnr"] == 100.0  # a frozen world gets it too
+    assert found["loop"]["psnr"] == 100.0  # a frozen world gets this score too
 
 
 def test_a_mirrored_turn_has_the_wrong_sign(renderer: Renderer) -> None:
@@ -120,8 +123,8 @@ def test_the_first_frame_counts_as_one_frame() -> None:
 
 
 def test_a_blank_wall_does_not_decide_the_sharpness() -> None:
-    """The sharpness of a chunk is the ratio of the edges of all walks, so a walk whose truth has no
-    edges hardly changes it.
+    """The sharpness of a chunk is one ratio of edge strengths over all walks, so a walk whose
+    ground truth shows no edges hardly changes it.
     """
     truth = torch.zeros(2, 3, 16, 16, 3, dtype=torch.uint8)
     truth[0, :, :, ::2] = 200
@@ -132,8 +135,8 @@ def test_a_blank_wall_does_not_decide_the_sharpness() -> None:
 
 
 def test_a_style_is_lost_when_the_image_is_another_ones(small_renderer: Renderer) -> None:
-    """The style of every view of the truth is recognised, and that of the same views in another
-    style is not.
+    """For every view of the ground truth, the style is recognised as correct; for the same view in
+    another style, it is not.
     """
     walks = score.wandering(6, 1, SEED)
     truth = rendered(small_renderer, walks)
@@ -145,8 +148,8 @@ def test_a_style_is_lost_when_the_image_is_another_ones(small_renderer: Renderer
 
 
 def test_the_loop_is_read_where_the_camera_stands_again(small_renderer: Renderer) -> None:
-    """The loop score compares frames where the camera returns to its start, so a world that returns
-    elsewhere gets a low score.
+    """The loop score compares frames at which the camera has returned to its start, so a world that
+    returns to another place gets a low score.
     """
     walks = score.looping(1, SEED)
     [video] = RenderedWorld(small_renderer).play(walks, torch.empty(0))

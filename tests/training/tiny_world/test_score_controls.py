@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The turn and the distance of a camera, measured on rendered videos with a known camera and on
+"""Turn angles and distances of a camera, measured on rendered videos whose camera is known and on
 broken videos.
 """
 
@@ -37,7 +37,7 @@ def along(renderer: Renderer) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_the_truth_turns_as_commanded(turning: torch.Tensor) -> None:
-    """Turns measured on the ground truth equal the commanded ones within one percent."""
+    """Turn angles measured on the ground truth equal the commanded angles within one percent."""
     assert float(turns(turning, FOCAL).median()) == pytest.approx(6.0, rel=0.01)
     assert bool(((turns(turning, FOCAL) - 6).abs() < 0.2).all())
 
@@ -48,9 +48,9 @@ def test_a_video_that_stands_or_turns_double_is_found_out(turning: torch.Tensor)
 
 
 def test_the_truth_walks_as_commanded(along: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Distances measured on the ground truth are half a metre per latent within 5 cm.
+    """Distances measured on the ground truth are half a metre per latent frame, within 5 cm.
 
-    The distances are measured with views from positions next to those of the frames.
+    The distances are measured by comparison with views from positions near those of the frames.
     """
     frames, distances = along
     latents = frames[4:-4:4]

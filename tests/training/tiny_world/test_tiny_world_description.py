@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training code writes the shipped world description, and the shipped tour is a rendered
-one.
+"""The shipped world description equals the one that the training code writes, and the shipped tour
+equals newly rendered frames.
 """
 
 from pathlib import Path
@@ -22,8 +22,8 @@ from vllm_omni.worlds.description import read_description
 
 
 def test_the_shipped_description_is_the_written_one(village: Path) -> None:
-    """The shipped description equals the written one, except for the decoder, which is chosen by
-    measurements.
+    """The shipped description equals the one that the training code writes, except for the decoder,
+    which is chosen by measurements.
     """
     shipped = read_description(village)
     assert shipped is not None
@@ -31,9 +31,7 @@ def test_the_shipped_description_is_the_written_one(village: Path) -> None:
 
 
 def test_nothing_is_in_the_tours_way() -> None:
-    """No obstacle shortens a step of the tour, so the keys by themselves determine where it
-    leads.
-    """
+    """No obstacle shortens a step of the tour, so the tour's path depends only on the keys."""
     description = describe_world()
     walk = tour_walk(description)
     assert description.tour is not None

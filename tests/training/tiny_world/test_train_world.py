@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer of the tiny world: two steps, a saved state, one more step, and the logged and
+"""The trainer of the tiny world: two steps, saving the state, one more step, and the log and
 exported files.
 """
 
@@ -83,7 +83,9 @@ def test_training_stops_resumes_and_exports(data: Path, tmp_path: Path) -> None:
 def test_training_lowers_the_loss(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On repeated clips, 60 steps lower the loss by over a fifth and lower it at every sigma."""
+    """On repeated clips, 60 steps lower the loss by more than a fifth in total, and lower it at
+    every sigma.
+    """
     rates = ("--muon-lr", "0.02", "--adam-lr", "0.01", "--total-minutes", "0.01")
     monkeypatch.setattr(train_world, "_WARMUP_STEPS", 20)
     lines = _train(

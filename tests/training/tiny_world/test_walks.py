@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks follow the package's camera and stop at walls, and the network receives the actual
-motion.
+"""Walks follow the same path as the package's camera and stop at walls, and the network receives
+the actual motion.
 """
 
 from pathlib import Path
@@ -35,8 +35,8 @@ def walks() -> Walks:
 def test_a_walk_goes_where_the_packages_camera_goes() -> None:
     """Positions and headings of a walk equal the integrated poses of the package's camera.
 
-    The walk and the camera have the same walls and the pitch limit of the served world. The first
-    latent frame is the start image, whatever keys are held.
+    The walk and the camera both respect the walls and the pitch limit of the served world. The
+    first latent frame is the start image, whatever keys are held.
     """
     served = read_description(VILLAGE)
     assert served is not None
@@ -74,8 +74,8 @@ def test_no_one_ever_stands_in_an_obstacle(walks: Walks) -> None:
 
 
 def test_the_network_is_given_what_a_wall_leaves_of_a_step() -> None:
-    """A walk straight at a house ends in front of it, and the motion that the network receives ends
-    too.
+    """A walk straight towards a house ends in front of it, and the motion that the network receives
+    becomes zero too.
     """
     bits = torch.full((1, 24), key_bits("w"), dtype=torch.uint8)
     walk = scripted_walks(torch.tensor([[0.5, 2.6]]), torch.tensor([0.0]), bits)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training batches of the tiny world contain every type of session, with the data that such a
-session has.
+"""Training batches of the tiny world contain every type of session, each with the data that such a
+session has when it is served.
 """
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ CHUNKS = torch.tensor([3, 3, 1, 1])
 
 @pytest.fixture
 def fields() -> dict[str, torch.Tensor]:
-    """A shard in which the value of every latent encodes its clip (hundreds) and its frame."""
+    """A shard in which the value of each latent encodes its clip (the hundreds) and its frame."""
     made = synthetic_shard(6, FRAMES, SIZES)
     clip, frame = torch.arange(6).view(-1, 1, 1, 1, 1), torch.arange(FRAMES).view(1, -1, 1, 1, 1)
     made["latents"] = (100 * clip + frame).expand_as(made["latents"]).half()
@@ -76,10 +76,10 @@ def test_a_plain_clip_is_itself(sampler: Sampler) -> None:
 
 
 def test_a_prompt_changes_between_chunks_to_the_twins_style(sampler: Sampler) -> None:
-    """A prompt changes between two chunks to the style of the clip's twin.
+    """Between two chunks, the prompt changes to the style of the clip's twin.
 
-    Clips without a twin do not change. The walk, the image and the first chunk are those of the
-    first clip.
+    The prompts of clips without a twin do not change. The walk, the start image and the first chunk
+    are still those of the original clip.
     """
     starts = set()
     for _ in range(40):
@@ -102,8 +102,8 @@ def test_a_prompt_changes_between_chunks_to_the_twins_style(sampler: Sampler) ->
 def test_far_from_the_start_only_the_sinks_are_of_another_time(sampler: Sampler) -> None:
     """Far from the start of a session, only the sink frames are from another time.
 
-    Sinks are frames 0 to 2 of a walk in the same style. The positions of all other frames are
-    shifted by the same number. Frames without a useful context have no loss.
+    The sink frames are frames 0 to 2 of a walk in the same style. The positions of all other frames
+    are shifted by the same offset. Frames without a useful context do not contribute to the loss.
     """
     shifts = []
     for _ in range(20):
@@ -126,7 +126,7 @@ def test_far_from_the_start_only_the_sinks_are_of_another_time(sampler: Sampler)
 
 
 def test_noise_has_the_packages_convention() -> None:
-    """The sigmas follow the package's schedules of v1 and v2, and sigma 1 is pure noise."""
+    """The sigmas follow the package's v1 and v2 schedules, and sigma 1 is pure noise."""
     assert few_step_sigmas() == pytest.approx(
         LingBotOptions.parse({}, "v2").denoise_schedule().sigmas_x0, abs=1e-12
     )
@@ -159,7 +159,7 @@ def test_a_shard_of_another_size_is_refused(fields) -> None:
 def test_prompts_are_embedded_as_the_served_world_does() -> None:
     """Prompts are embedded by the tiny umt5 of a shipped world and padded with zeros.
 
-    A prompt that would be cut is an error.
+    A prompt that would have to be truncated is an error.
     """
     sizes = Sizes()
     texts = {

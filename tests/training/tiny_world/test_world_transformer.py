@@ -61,7 +61,7 @@ def network() -> WorldTransformer:
             parameter.add_(0.1 * noise)
         else:
             parameter.copy_(noise * (0.4 if ".cam_" in name else 1.0) / parameter[0].numel() ** 0.5)
-    # A checkpoint stores fp16.
+    # A checkpoint stores weights in fp16.
     for parameter in model.parameters():
         parameter.copy_(parameter.half().float())
     return model
@@ -71,7 +71,7 @@ def network() -> WorldTransformer:
 def served(
     network: WorldTransformer, tmp_path_factory: pytest.TempPathFactory
 ) -> LingBotTransformer:
-    """The package's network, which its strict loader has filled from the exported folder."""
+    """The serving package's network, loaded from the exported folder by the strict loader."""
     folder = Path(tmp_path_factory.mktemp("world")) / "transformers"
     network.export(folder)
     config = LingBotWorldConfig.from_checkpoint(SIZES.config_json())
@@ -289,7 +289,7 @@ def test_flex_attentions_mask_is_the_dense_one(window, sink) -> None:
 
 @pytest.mark.parametrize("focal", SIZES.focals)
 def test_the_camera_map_is_its_basis_times_twelve_numbers(focal) -> None:
-    """The camera map is a product of its basis and twelve numbers per frame.
+    """The camera map is the product of a fixed basis and twelve numbers per frame.
 
     The product equals the package's map of poses from keys within 1e-6 in fp32.
     """
@@ -319,8 +319,8 @@ def test_the_exported_config_is_one_that_the_package_takes() -> None:
 def test_a_roll_out_is_the_packages_sampler(network, served) -> None:
     """A roll-out equals the package's sampler with the same noise.
 
-    Each chunk runs four steps with fresh noise between them, and then a pass at timestep 0, as in
-    the pipeline's loop.
+    Each chunk runs four steps with fresh noise between them, followed by a pass at timestep 0, as
+    in the pipeline's loop.
     """
     sigmas = LingBotOptions.parse({}, "v2").denoise_schedule().sigmas_x0
     clips = _clips(1)

@@ -4,16 +4,16 @@ the text.
 
 In stock vLLM, a tensor in `ModelRunnerOutput.pooler_output` finishes a request and replaces its
 text. This scheduler removes the tensors before vLLM's code reads them, stores the hidden states of
-each request until its tokens leave the engine, and attaches them to those tokens
+each request until the request's tokens leave the engine, and attaches them to those tokens
 (`vllm_omni.hidden_states.encode_hidden_states`). The scheduler differs from vLLM's only as follows:
 
 - A request for the hidden states of all tokens does not read the prefix cache, because cached
   tokens are not computed and would have no hidden states.
 - The hidden state of each token is sent once, in order of position, even after a preemption that
   recomputes tokens.
-- A request finishes with `finish_reason` "error" and the reason if its hidden states exceed
-  `omni.max_hidden_states_bytes`, if the worker refused it, or if it arrived over HTTP at a server
-  without an endpoint for hidden states. All other requests continue.
+- A request finishes with `finish_reason` "error" and the error as its stop reason if its hidden
+  states exceed `omni.max_hidden_states_bytes`, if the worker refused it, or if it arrived over HTTP
+  at a server without an endpoint for hidden states. All other requests continue.
 
 The scheduler works with and without async scheduling. Requests that do not ask for hidden states
 are scheduled as in stock vLLM.
@@ -168,7 +168,7 @@ class ARHiddenStatesScheduler(Scheduler):
         return concerned, failed
 
     def _hold(self, states: _PendingStates, entry: torch.Tensor) -> RequestFailed | None:
-        """Store the hidden states of those tokens that have none stored yet.
+        """Store the hidden states of the tokens whose hidden states have not been stored yet.
 
         Args:
             states: Progress of the request.
@@ -256,7 +256,8 @@ def _error_in(envelope: torch.Tensor) -> RequestFailed:
 
 
 def _attach(states: _PendingStates, output: EngineCoreOutput) -> None:
-    """Attach the stored hidden states to an output, except those of tokens after a stop.
+    """Attach the stored hidden states to an output, except those of tokens that follow the end of
+    the request.
 
     If only the last hidden state was requested, it is attached only to the last output, or to every
     output if the front end may finish the request.

@@ -2,8 +2,8 @@
 """`StepCostModel`: predicts the duration of a step from steps that were measured while serving.
 
 The model is linear in four features of a batch (see `StepCosts`), plus one feature per degradation
-level. The cost of a degradation level states how much longer or shorter the end of a chunk takes
-than at the previous level; it is 0 until a chunk of the level has been observed.
+level. The cost of a degradation level is the difference in duration between a chunk's last step at
+this level and at the previous level; it is 0 until a chunk at this level has been observed.
 
 The model is fitted by least squares over the last `_WINDOW` steps, regularised towards the previous
 estimate. A feature that does not occur in the window therefore retains its cost, for example the
@@ -26,8 +26,8 @@ _EAGER = 24
 is fitted once every `_REFIT_EVERY` steps.
 """
 _PULL = 1e-2
-"""Weight of the previous estimate, in steps. The value is small, so the previous estimate matters
-only for features that are absent from the window.
+"""Weight of the previous estimate, expressed as a number of steps. The value is small, so the
+previous estimate matters only for features that are absent from the window.
 """
 _HUBER = 2.0
 _ITERATIONS = 3
@@ -49,7 +49,7 @@ class StepCostModel:
         self._features = np.zeros((_WINDOW, _NUM_FEATURES + self._num_degraded))
         self._durations_s = np.zeros(_WINDOW)
         self._scale = 1.0
-        """Divisor of sizes: the first observed size. Because of the division, all features are
+        """The first observed batch size, by which all sizes are divided so that all features are
         close to one."""
         self._beta: np.ndarray | None = None
 
@@ -65,8 +65,8 @@ class StepCostModel:
 
         Args:
             total: Total size of the batch.
-            first: Total size of the requests that started with the step.
-            last: Total size of the requests that ended with the step.
+            first: Total size of the requests for which the step was the first.
+            last: Total size of the requests for which the step was the last.
             duration_s: Duration of the step in seconds.
             degraded: Total size of the ended requests at degradation level 1 or higher, at level 2
                 or higher, and so on. Empty means that no ended request was degraded.
@@ -95,7 +95,7 @@ class StepCostModel:
             before if count > 3 else self._proportional(float(np.median(durations_s / rows[:, 1])))
         )
         pull = np.full(len(before), _PULL)
-        pull[0] *= 10.0  # change the constant cost of a step only with more evidence
+        pull[0] *= 10.0  # changing the constant cost of a step requires more evidence
         for _ in range(_ITERATIONS):
             residuals = np.abs(durations_s - rows @ beta)
             spread = 1.4826 * float(np.median(residuals)) + 1e-6

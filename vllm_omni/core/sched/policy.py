@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 MAX_UTILISATION = 0.95
-"""Largest share of the engine's time that admitted streams may be predicted to use. The remaining
-time absorbs prediction errors."""
+"""Maximum predicted share of the engine's time that all admitted streams together may use. The
+remaining time absorbs prediction errors."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,18 +31,20 @@ class LiveRequest:
     for the request's next step.
     """
     steps_left: int
-    """Number of remaining forward passes, at least 1. Before the first step, it is an estimate."""
+    """Number of remaining forward passes, at least 1. Before the first step, the number is an
+    estimate.
+    """
     started: bool
     """Whether the request has run a step."""
     size: float
-    """Size of the request's forward pass, in the unit of `StepCosts`."""
+    """Size of the request's forward pass, in the unit of the batch sizes in `StepCosts`."""
     order: int
     """Unique number that breaks ties between requests with the same due time."""
     step: int = 0
     """Number of steps scheduled so far, including steps in flight."""
     level: int = 0
-    """Degradation level of the request's chunk; 0 is full quality. Before the first step, it is an
-    estimate."""
+    """Degradation level of the request's chunk; 0 is full quality. Before the first step, the level
+    is an estimate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,8 @@ class StepCosts:
 
     The duration of a step is `step_s`, plus `size_s` times the total size of the batch, plus
     `first_s` times the total size of the requests in their first step, plus `last_s` times the
-    total size of the requests in their last step. If all costs are zero, no step has been measured.
+    total size of the requests in their last step. All costs are zero until a step has been
+    measured.
     """
 
     step_s: float = 0.0
@@ -204,8 +207,8 @@ def refuses(demands: Sequence[StreamDemand], new: StreamDemand) -> str | None:
     """Check whether a new stream can be sustained in addition to the live streams.
 
     Returns:
-        The reason why the new stream cannot be sustained. None if it can be sustained, or if the
-        duration of its chunks is unknown.
+        The reason why the new stream cannot be sustained. None if the stream can be sustained or
+        the duration of its chunks is unknown.
     """
     if new.chunk_s <= 0.0:
         return None

@@ -2,9 +2,9 @@
 """`StreamBatchScheduler`: runs one denoise step of each request in a batch per engine step.
 
 The requests of a batch may be at different denoise steps. In stock vLLM, a pooling request computes
-its tokens once, and its first output finishes it. This scheduler therefore marks the single token
-of an unfinished request as not computed after each step, so that the request is scheduled again:
-one token is one micro-step. The scheduler differs from vLLM's only as follows:
+its tokens once, and the first output finishes the request. This scheduler therefore marks the
+single token of an unfinished request as not computed after each step, so that the request is
+scheduled again: one token is one micro-step. The scheduler differs from vLLM's only as follows:
 
 - A request never has two micro-steps in flight, because its token is reset only when the output of
   the micro-step arrives.
@@ -15,7 +15,7 @@ one token is one micro-step. The scheduler differs from vLLM's only as follows:
 - A session's next chunk may start while the result of its last chunk is still being decoded or
   copied (`StepOutput.denoised`).
 - The number of requests in a batch exceeds neither `omni.max_requests_per_step` nor
-  `--max-num-batched-tokens`. Requests that only deliver a result do not count.
+  `--max-num-batched-tokens`. Requests that only deliver a result do not count towards these limits.
 - With pipeline parallelism, the live requests are distributed over as many batches as there are
   stages.
 - With `omni.scheduling` "deadline", `policy.py` chooses the batch, refuses streams and sets the
@@ -46,11 +46,11 @@ from vllm_omni.outputs import opaque
 from vllm_omni.runtime.processes import end_with_parent
 
 _PATIENCE_S = 0.5
-"""Maximum time in seconds during which no request without a deadline runs a step, while such
-requests are waiting."""
+"""Longest time in seconds for which requests without a deadline wait before one of them runs a
+step."""
 
 _NOT_NOW = 1 << 62
-"""Value of `next_decode_eligible_step` with which vLLM's scheduler leaves a running request out of
+"""Value of `next_decode_eligible_step` that makes vLLM's scheduler leave a running request out of
 the batch.
 """
 
@@ -62,7 +62,8 @@ class StreamBatchScheduler(Scheduler):
         # engine core's process.
         end_with_parent()
         omni = OmniConfig.from_additional_config(self.vllm_config.additional_config)
-        # One token is one micro-step, so vLLM's limit on the tokens of a step limits its requests.
+        # One token is one micro-step, so vLLM's limit on tokens per step also limits the requests
+        # per step.
         self._max_requests_per_step = min(omni.max_requests_per_step, self.max_num_scheduled_tokens)
         self._num_stages = self.parallel_config.pipeline_parallel_size
         self._streams = ScheduledStreams(
@@ -72,8 +73,8 @@ class StreamBatchScheduler(Scheduler):
         self._delivering: set[str] = set()
         """Requests whose chunk is denoised and whose result is still being decoded or copied."""
         self._without_params: set[str] = set()
-        """Requests to vLLM's own `/pooling` route. They fail with an error, because this route
-        sends no `DiffusionParams`.
+        """Requests to vLLM's own `/pooling` route. Such requests fail with an error, because this
+        route sends no `DiffusionParams`.
         """
         self._by_deadline = omni.scheduling == "deadline"
         self._degradations = omni.degradations
@@ -83,7 +84,7 @@ class StreamBatchScheduler(Scheduler):
         self._chosen: set[str] = set()
         self._launched: dict[int, tuple[float, list[tuple[LiveRequest, bool]]]] = {}
         """Batches in flight, by the id of their `SchedulerOutput`. The value is the time at which
-        the batch was formed, and a pair (request, whether it starts with this step) per request.
+        the batch was formed, and a pair (request, whether this is its first step) per request.
         """
         self._last_end_s = 0.0
         self._unmeasured: tuple[float, float, float, list[float]] | None = None
@@ -139,14 +140,16 @@ class StreamBatchScheduler(Scheduler):
         return output
 
     def _choose(self, now_s: float, max_requests: int) -> None:
-        """Choose the next batch and prepare vLLM's scheduler to schedule exactly its requests."""
+        """Choose the next batch, and prepare vLLM's scheduler to schedule exactly the requests of
+        this batch.
+        """
         live = self._streams.runnable(self._in_flight)
         room = (
             self.max_num_active_reqs - len(self.running)
             if self.pause_state == PauseState.UNPAUSED
             else 0
         )
-        if room < len(live):  # rare: the engine is paused, or vLLM's limit of requests is reached
+        if room < len(live):  # rare: the engine is paused, or vLLM's limit on requests is reached
             fresh = sorted(
                 (r for r in live if not r.started), key=lambda r: (r.deadline_s, r.order)
             )[max(0, room) :]
@@ -213,9 +216,9 @@ class StreamBatchScheduler(Scheduler):
         """Report the duration of a batch to the cost model.
 
         If the device time of the previous batch is known (`StepOutput.before_s`), that batch is
-        reported. If it is not known, this batch is reported with its duration on the host clock,
-        unless the device is still running it. Batches run back to back on the device, so the
-        duration is counted from the end of the previous batch.
+        reported. Otherwise, the current batch is reported with its duration on the host clock,
+        unless the device is still running this batch. Batches run back to back on the device, so
+        the duration is counted from the end of the previous batch.
 
         The host clock cannot be used if the host runs ahead of the device, because a result then
         arrives when the previous step has ended: the start of a chunk would seem to be free, and
@@ -266,10 +269,8 @@ class StreamBatchScheduler(Scheduler):
 
 
 def _hide_errors(request_ids: set[str], outputs: dict[int, EngineCoreOutputs]) -> None:
-    """Convert the errors of the given requests to data that `/pooling` cannot encode.
-
-    The route then returns status 500; otherwise it would return the bytes of the error with status
-    200.
+    """Convert the errors of the given requests to data that `/pooling` cannot encode. `/pooling`
+    then returns status 500; otherwise it would return the bytes of the error with status 200.
     """
     for engine_outputs in outputs.values():
         for output in engine_outputs.outputs:

@@ -3,13 +3,13 @@
 
 `ScheduledStreams` tracks the order of requests in each session, their due times and remaining
 steps, the steps and sizes of each session's earlier chunks, and the engine time that live streams
-need. `ScheduledStreams` converts this state to inputs of `policy.py`. The only decision that it
-makes itself is the order of requests in a session.
+need. `ScheduledStreams` converts this state to inputs of `policy.py`. The only decision that
+`ScheduledStreams` makes itself is the order of requests in a session.
 
-Requests of a session run in the order of their chunk index; how many may be in flight at once is
-determined by `ChunkOrder`. `reset`, `close` and `fork` wait until no chunk is in flight. Steps in
-flight count as finished, because batches reach every pipeline stage in the order in which they were
-formed. This module identifies requests and sessions only by id and does not depend on vLLM.
+Requests of a session run in the order of their chunk index, and `ChunkOrder` determines how many of
+them may be in flight at once. `reset`, `close` and `fork` wait until no chunk is in flight. Steps
+in flight count as finished, because batches reach every pipeline stage in the order in which they
+were formed. This module identifies requests and sessions only by id and does not depend on vLLM.
 """
 
 import math
@@ -56,9 +56,9 @@ class RequestFields:
     ) -> "RequestFields":
         """Read the fields from `PoolingParams.extra_kwargs`.
 
-        A malformed request is treated as a session of its own, because the runner refuses it. A
-        request without a chunk index runs after all requests of its session that have one. Requests
-        without a chunk index run in order of arrival.
+        A malformed request is treated as a separate session, because the runner will refuse it
+        anyway. A request without a chunk index runs after all requests of its session that have
+        one. Requests without a chunk index run in order of arrival.
         """
         fields = extra_kwargs.get("omni") if extra_kwargs else None
         if not isinstance(fields, dict):
@@ -118,9 +118,8 @@ class ScheduledStreams:
     """All requests with remaining steps.
 
     Args:
-        patience_s: Maximum time in seconds during which no request without a deadline runs a step
-            although such requests are waiting. The limit applies even while other requests are
-            late.
+        patience_s: Longest time in seconds for which requests without a deadline wait before one of
+            them runs a step, even if other requests are late.
         num_levels: Number of quality levels, including full quality.
         chunks_in_flight: Maximum number of chunks of a session in flight; see `OmniConfig`.
     """
@@ -131,8 +130,8 @@ class ScheduledStreams:
         self._patient: set[str] = set()
         """Ids of the requests for chunks without a deadline."""
         self._patient_step_s = 0.0
-        """Time at which a request without a deadline last ran a step. Until there is such a step,
-        the value is the arrival time of the first request without a deadline.
+        """Time at which a request without a deadline last ran a step, or at which such a request
+        arrived while no other was in the scheduler, whichever is later.
         """
         self._num_levels = num_levels
         self._entries: dict[str, _Entry] = {}
@@ -189,7 +188,7 @@ class ScheduledStreams:
         self._choose_next(stream)
 
     def advance(self, request_id: str, progress: ChunkProgress | None, now_s: float) -> None:
-        """Record a finished step of a request that is not complete.
+        """Record that an incomplete request has finished a step.
 
         Args:
             request_id: Id of the request.
@@ -328,9 +327,9 @@ class ScheduledStreams:
     def _steps(self, stream: ScheduledStream, level: int) -> int:
         """Return the estimated number of steps of a chunk at a degradation level.
 
-        The estimate is the number that was last observed at this level, or at a better level if
-        there is none. Observations of this stream take precedence over those of other streams.
-        Without any observation, the estimate is 1.
+        The estimate is the number last observed at this level, or at a better level if none was
+        observed at this level. Observations of this stream take precedence over those of other
+        streams. Without any observation, the estimate is 1.
         """
         for known in (stream, self._typical):
             for candidate in range(level, -1, -1):
@@ -340,7 +339,7 @@ class ScheduledStreams:
 
     def _size(self, stream: ScheduledStream) -> float:
         """Return the estimated size of a chunk: the size last observed in its stream, or in any
-        stream if there is none. Without any observation, the estimate is 1.
+        stream if its stream has no observation. Without any observation, the estimate is 1.
         """
         return stream.size or self._typical.size or 1.0
 
@@ -350,8 +349,8 @@ class ScheduledStreams:
         """Check whether the stream that a request would start can be sustained.
 
         Returns:
-            The reason why the new stream cannot be sustained. None if it can be sustained, or if
-            the request does not start a new stream with a known period.
+            The reason why the new stream cannot be sustained. None if the stream can be sustained,
+            or if the request does not start a new stream with a known period.
         """
         named_later = 0 < fields.chunk_index < math.inf
         if (

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni bench`: run benchmarks, repeat results of record, or compare two results.
+"""`vllm-omni bench`: run benchmarks, repeat recorded benchmarks, or compare two results.
 
         vllm-omni bench                          list the benchmarks
         # run one; `--json` before NAME prints only the result
         vllm-omni bench NAME [arguments]
         vllm-omni bench compare A.json B.json    compare two results
-        vllm-omni bench --check                  repeat results of record on this machine
+        vllm-omni bench --check                  repeat recorded benchmarks on this machine
 
 Benchmark scripts come from the checkout that contains the package or the working directory. Without
-a checkout, the scripts come from the wheel. A script that imports other code of the repository,
+a checkout, the scripts come from the wheel. A script that imports other code from the repository,
 such as the training code, works only in a checkout.
 """
 
@@ -161,7 +161,7 @@ class MetricChange:
 
 
 def _compare(arguments: list[str], as_json: bool, threshold: float | None) -> int:
-    # this package's flags may also follow the name
+    # The flags of `vllm-omni bench` may also follow `compare`.
     parser = argparse.ArgumentParser(prog="vllm-omni bench compare")
     parser.add_argument("files", nargs="*")
     parser.add_argument("--json", action="store_true", default=as_json)
@@ -209,8 +209,8 @@ def _compare(arguments: list[str], as_json: bool, threshold: float | None) -> in
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[MetricChange], list[str]]:
-    """Return the metrics that occur in both results, in order, and the names that occur in only
-    one.
+    """Return the metrics that occur in both results, in order, and the names of the metrics that
+    occur in only one.
     """
     old, new = dict(_numbers(before)), dict(_numbers(after))
     changes = [
@@ -250,8 +250,8 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, float]]:
 def _worse(name: str, before: float, after: float) -> bool | None:
     """Return whether a metric is worse in the second result.
 
-    Whether lower or higher is better follows from the last component of the dotted name whose
-    direction is known. For example, `wall_ms.p50` is a time, so lower is better.
+    The last component of the dotted name that has a known direction determines whether lower or
+    higher is better. For example, `wall_ms.p50` is a time, so lower is better.
     """
     if before == after:
         return False

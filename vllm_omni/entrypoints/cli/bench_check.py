@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni bench --check`: repeat results of record on this machine and compare.
+"""`vllm-omni bench --check`: repeat recorded benchmarks on this machine and compare the results.
 
 The recorded results and the benchmarks are part of the package, so an installation can be checked
 without a checkout of the repository.

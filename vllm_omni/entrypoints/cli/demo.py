@@ -46,7 +46,9 @@ _EXCEPTION = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|error): \S.*")
 _STOP_S = 20.0
 _CHUNK_TIMEOUT_S = 300.0
 _TURNS = ("", "", "l", "l", "", "", "j", "j")
-"""In a world without a tour, the keys that are held in each latent frame in addition to `w`."""
+"""Keys held in addition to `w` in each latent frame, repeated cyclically, in a world without a
+tour.
+"""
 _SIZE = (160, 96)
 """Width and height of the frames in pixels for a world without a world description."""
 PROMPT = "A path through green hills towards the evening sun"
@@ -348,7 +350,7 @@ class DemoWalk:
     keys: list[list[str]] | None = None
     """Keys held in each latent frame. None: walk forward indefinitely."""
     seed: int = 7
-    """Seed of the noise. Default: 7."""
+    """Noise seed. Default: 7."""
 
     def held_keys(self, latent_frames: range) -> list[list[str]]:
         """Return the keys held in a range of latent frames."""

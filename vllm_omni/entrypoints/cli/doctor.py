@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni doctor`: check an installation, and print a repair for each fault.
+"""`vllm-omni doctor`: check an installation, and print a fix for each fault.
 
-The doctor looks for causes of failed starts that the error messages of vLLM and torch do not
+The doctor looks for causes of startup failures that the error messages of vLLM and torch do not
 mention. The doctor does not check for faults that are reported clearly at startup, such as a port
 in use. `make` runs `doctor --fix` as its last step because the CPU build of vLLM requires two
-repairs.
+fixes.
 """
 
 import argparse
@@ -45,15 +45,16 @@ class DoctorFinding:
     name: str
     """Component of the installation that was checked."""
     status: Status
-    """Result of the check. `fail` means that the server may not start or that a model may not work.
+    """Result of the check. `fail` means that the server might fail to start or that a model might
+    not work.
     """
     detail: str
     """State that the check found."""
     advice: str = ""
     """Advice on how to repair the fault. Empty: no action is needed."""
     fix: Callable[[], str] | None = None
-    """Function that repairs the fault and returns a line about the repair. None: the user must
-    repair it.
+    """Function that repairs the fault and returns a line that describes the repair. None: the user
+    must repair the fault.
     """
 
 
@@ -100,8 +101,8 @@ def run_checks() -> list[DoctorFinding]:
         check_entry_points(),
         check_shm(),
     ]
-    # This check imports vLLM. If the import failed, the checks after a fix would find half-imported
-    # modules.
+    # These checks import vLLM. If the import failed, the checks that run again after a fix would
+    # find half-imported modules.
     if all(finding.status != "fail" for finding in findings):
         findings += check_fast_paths()
         findings += check_encoders()

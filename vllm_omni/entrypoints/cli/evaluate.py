@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_omni.evaluation.report import measure_run
     from vllm_omni.evaluation.run_folder import RunFolder
 
-    # Frames are small. On a busy machine, a second thread makes measuring many times slower.
+    # Frames are so small that a second thread makes measuring many times slower on a busy machine.
     torch.set_num_threads(1)
     options = _options(args)
     if args.reference is not None and not args.reference.is_dir():
@@ -215,7 +215,7 @@ def _generated(args: argparse.Namespace, options: "RunOptions") -> "RunFolder":
 
     model = None if args.server else _checked_model(args.model)
     if args.dir.is_dir() and [path.name for path in args.dir.iterdir()] == [_LOG]:
-        (args.dir / _LOG).unlink()  # log of a server that did not start
+        (args.dir / _LOG).unlink()  # left over from an earlier run whose server did not start
     new_directory(args.dir)
     with _server(args, model) as server:
         folder = RunFolder.create(args.dir, server.model() if model is None else Path(model).name)

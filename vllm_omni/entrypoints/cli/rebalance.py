@@ -116,7 +116,9 @@ class _Server:
         self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
 
     def load(self) -> "ServerLoad | None":
-        """Return the sessions of the server, or None if it is down, stopping or refuses the key."""
+        """Return the sessions of the server, or None if the server is down, is stopping or refuses
+        the key.
+        """
         from vllm_omni.entrypoints.fleet.balance import MovableSession, ServerLoad
 
         _, ready = self._call("GET", "/omni/ready", _PROBE_S)

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 PLUGIN = "vllm_omni"
 
-# vLLM's default requires 92 % of the machine's memory to be free. This variable limits the memory
-# of all sessions.
+# By default, vLLM requires 92 % of the machine's memory to be free. Setting this variable instead
+# limits the total memory of all sessions.
 _CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 _CPU_SPACE_GIB = "4"
 
@@ -63,7 +63,8 @@ _EXPORT_TIMEOUT_S = "2"
 """Export timeout in seconds. With OpenTelemetry's default of 10 s per batch, the server would wait
 30 s at exit for a collector that is down.
 """
-# vLLM loads the plugins of these groups by default, and endpoint plugins only by name.
+# vLLM loads the plugins of these groups by default, but loads endpoint plugins only if they are
+# named in VLLM_PLUGINS.
 _PLUGIN_GROUPS = (
     "vllm.general_plugins",
     "vllm.platform_plugins",
@@ -436,10 +437,10 @@ def _check_port(flags: "ServeFlags") -> None:
 
 
 def _needs_one_api_server(flags: "ServeFlags") -> bool:
-    """Return whether the server may have only one API server process, because sessions are local to
-    a process.
+    """Return whether to limit the server to one API server process, because sessions are local to a
+    process.
 
-    Stock vLLM would start one API server process for each data-parallel rank.
+    By default, stock vLLM would start one API server process for each data-parallel rank.
     """
     chosen = {
         "api-server-count",

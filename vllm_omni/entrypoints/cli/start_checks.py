@@ -31,7 +31,7 @@ _READ_FILES: Final = ("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "log-config
 
 @dataclass(frozen=True)
 class _Optional:
-    """An optional package that one value of a flag requires."""
+    """An optional package that is required by one value of a flag."""
 
     flags: tuple[str, ...]
     """Names of the flag, including its aliases."""

@@ -72,7 +72,7 @@ class OmniEngine:
 
     Args:
         client: vLLM's engine client.
-        placement: Table of the data-parallel rank of each session, shared by all objects that use
+        placement: Table that maps sessions to data-parallel ranks, shared by all objects that use
             `client`. Default: the engine has one data-parallel rank.
     """
 
@@ -128,7 +128,7 @@ class OmniEngine:
                 params.to_pooling_params(tensors), request_id, rank
             ):
                 response = output
-            # stock vLLM's result of an aborted request
+            # This is what stock vLLM returns for an aborted request.
             if response is None or response.outputs.data.numel() == 0:
                 raise RequestFailed("cancelled", "the request was cancelled")
             meta, results = unpack_arrays(response.outputs.data)
@@ -153,8 +153,8 @@ class OmniEngine:
                 "capacity", "the engine accepts no requests now; try again later"
             ) from error
         except (EngineGenerateError, GenerationError) as error:
-            # When one of several data-parallel ranks dies, stock vLLM stops the others, and their
-            # requests end like this.
+            # When one of several data-parallel ranks dies, stock vLLM stops the others. Requests on
+            # the stopped ranks raise these exceptions.
             if self.is_dead:
                 raise RequestFailed("engine_dead", _DEAD) from None
             raise RequestFailed(
@@ -214,11 +214,11 @@ class OmniEngine:
             wait_s: Time in seconds during which the request is retried after `capacity`.
 
         Returns:
-            `(meta, arrays)`, as for `run_request`.
+            `(meta, arrays)`, as returned by `run_request`.
 
         Raises:
-            RequestFailed: As for `run_request`. The code is `timeout` if an attempt exceeds
-                `timeout_s`.
+            RequestFailed: The request failed as in `run_request`. The code is `timeout` if an
+                attempt exceeds `timeout_s`.
         """
         give_up_s = time.monotonic() + wait_s
         pause_s = _FIRST_PAUSE_S
@@ -302,7 +302,7 @@ class OmniEngine:
     async def save_session(
         self, session_id: str, path: Path, owner: Mapping[str, str] | None
     ) -> SnapshotHeader:
-        """Write the state of a session after its last finished chunk to a new file.
+        """Write a session's state, as of its last finished chunk, to a new file.
 
         Args:
             session_id: The engine's id of the session.
@@ -438,7 +438,7 @@ class OmniEngine:
             return responses
         except EngineDeadError:
             raise RequestFailed("engine_dead", _DEAD) from None
-        # Boundary: every exception of a worker arrives as a plain `Exception`.
+        # Every exception that a worker raises arrives as a plain `Exception`, so catch all of them.
         except Exception as error:
             logger.debug("worker RPC %s failed", method, exc_info=True)
             raise RequestFailed(

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GracefulStop`: drains an API server process after SIGTERM and before it exits.
+"""`GracefulStop`: drains an API server process after SIGTERM, before the process exits.
 
 On SIGTERM, stock vLLM stops the engine immediately, or with `--shutdown-timeout` as soon as its
-requests have finished. In both cases the engine stops too early for chunks in flight and for
-snapshots, because both require it. This class therefore installs another SIGTERM handler on the
-same event loop, in the application's lifespan, which uvicorn runs before it listens. The handler
-refuses new work, waits up to `drain_timeout_s` for the endpoints to finish, and then stops uvicorn
-by setting `should_exit`. vLLM then stops the engine as usual. A second SIGTERM ends the wait.
+requests have finished. In either case the engine stops too early, because chunks in flight and
+snapshots still need it. This class therefore installs another SIGTERM handler on the same event
+loop, in the application's lifespan, which uvicorn runs before it listens. The handler refuses new
+work, waits up to `drain_timeout_s` for the endpoints to finish, and then stops uvicorn by setting
+`should_exit`. vLLM then stops the engine as usual. A second SIGTERM cancels the waiting.
 
 The API server must receive SIGTERM before the engine does. A process manager that signals the
 engine process at the same time, such as systemd without `KillMode=mixed`, stops the engine too
@@ -70,7 +70,7 @@ class GracefulStop:
             return
         try:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop, app)
-        # This is not the main thread, or the platform has no signals.
+        # The caller is not on the main thread, or the platform does not support signal handlers.
         except (NotImplementedError, RuntimeError, ValueError):
             logger.info("graceful shutdown is not available: this server has no signal handlers")
 

@@ -10,8 +10,8 @@ shutdown and exits with 0, so supervisors do not restart it.
 vLLM reports a dead worker only after the other workers have exited, which may take seconds. Engine
 processes that have not exited within `_LEAVING_S` are killed, so HTTP requests fail as early as
 WebSockets do. An engine process that has been stopped (SIGSTOP) for `stopped_timeout_s` is also
-killed. After SIGTERM or SIGINT, the server exits with 0. Other checks for dead processes are
-compared in docs/how_to/operations.md ("Who watches whom").
+killed. After SIGTERM or SIGINT, the server exits with 0. docs/how_to/operations.md ("Who watches
+whom") compares `EngineWatch` with the other checks for dead processes.
 
 A plain `vllm serve` with this package exits with the same status because a task raises SystemExit
 when the event loop closes.
@@ -105,14 +105,14 @@ class EngineWatch:
     def _note_signals(self) -> None:
         """Record a requested shutdown, because the engine's exit is then expected.
 
-        An event loop receives signals through a file descriptor. In addition, Python calls a dummy
-        handler for the signal, which this handler replaces.
+        asyncio receives signals through a file descriptor, but also has to install a dummy Python
+        handler for each signal. This method replaces the dummy handler.
         """
 
         def note(number: int, frame: FrameType | None) -> None:
             self._is_stopping = True
 
-        with contextlib.suppress(ValueError):  # not the main thread, which handles no signals
+        with contextlib.suppress(ValueError):  # only the main thread can handle signals
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, note)
 
@@ -176,7 +176,7 @@ def _end_of_any(pids: Sequence[int]) -> Iterator[asyncio.Event]:
             descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
             ended.set()
-        except OSError as error:  # a kernel before 5.3 or a sandbox: vLLM reports the death
+        except OSError as error:  # Linux before 5.3, or a sandbox: vLLM reports the death later
             logger.warning("the exit of engine process %d may be detected late: %s", pid, error)
         else:
             watched.add(descriptor)

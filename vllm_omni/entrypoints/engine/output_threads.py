@@ -17,13 +17,14 @@ import weakref
 from typing import Final
 
 OUTPUT_THREAD: Final = "EngineCoreOutputQueueThread"
-"""Name that vLLM's `SyncMPClient` gives to the thread."""
+"""Name that vLLM's `SyncMPClient` gives to the thread that receives results."""
 _LONGEST_S: Final = 10.0
 
 
 @functools.cache
 def wait_for_output_threads_at_exit() -> None:
-    """Make the interpreter wait at exit for these threads, up to 10 seconds for each. Idempotent.
+    """Make the interpreter wait at exit for threads named `OUTPUT_THREAD`, up to 10 seconds each.
+    Idempotent.
 
     Call this function before an engine is created. Finalizers run in reverse order of registration,
     so this finalizer then runs after those of the engine clients.

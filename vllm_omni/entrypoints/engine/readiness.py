@@ -70,7 +70,7 @@ class EncoderReply(BaseModel):
 
 
 class ReadyReply(BaseModel):
-    """Reply of `/omni/ready`.
+    """Response body of `/omni/ready`.
 
     Counts and sizes are sums over all data-parallel ranks.
     """
@@ -113,12 +113,12 @@ class Readiness:
     Args:
         engine: Interface to vLLM's engine.
         interval_s: Seconds between updates of the gauges.
-        has_room: Returns whether the endpoints of this process accept new work.
-        can_make_room: Returns whether a session could be evicted for a new one. None: the model has
-            no sessions, and its requests are queued.
-        media_bytes: Returns the total size of the stored media files in bytes. This function is
-            called on a worker thread.
-        reply_bytes: Returns the size of retained replies in bytes.
+        has_room: Function that returns whether the endpoints of this process accept new work.
+        can_make_room: Function that returns whether a session could be evicted for a new one. None:
+            the model has no sessions, and its requests are queued.
+        media_bytes: Function that returns the total size of the stored media files in bytes. The
+            function is called on a worker thread.
+        reply_bytes: Function that returns the total size of retained replies in bytes.
         encoders: Encoders of live video. None: the model has no sessions.
     """
 
@@ -138,9 +138,9 @@ class Readiness:
         self._encoders = (
             None if encoders is None else [EncoderReply(**one.as_json()) for one in encoders]
         )
-        self._stats: list[dict[str, Any]] = []  # of each data-parallel rank
+        self._stats: list[dict[str, Any]] = []  # one entry per data-parallel rank
         self._responded_s: float | None = None
-        self._fast_paths: list[FastPathReply] | None = None  # they do not change
+        self._fast_paths: list[FastPathReply] | None = None  # requested once: they do not change
         self._stats_request: asyncio.Task[RequestFailed | None] | None = None
         self._sampler = asyncio.create_task(self._sample())
 

@@ -69,7 +69,7 @@ class SessionPlacement:
     def __init__(self, size: int, offset: int = 0) -> None:
         self.size = size
         self._placements: dict[str, _Placement] = {}
-        self._held = [0] * size  # sessions, and one-shot requests in flight
+        self._held = [0] * size  # sessions and one-shot requests in flight, by rank
         self._next_rank = itertools.count(offset)
 
     def rank_of(self, session_id: str) -> int | None:
@@ -99,7 +99,7 @@ class SessionPlacement:
             return await self._close(params.session_id, send)
         placement = self._placements.get(params.session_id)
         while placement is not None and not placement.settled.is_set():
-            await placement.settled.wait()  # chunks that follow wait until the session has its rank
+            await placement.settled.wait()  # until the session's rank is final
             placement = self._placements.get(params.session_id)
         if placement is None:
             if params.op == "generate" and params.chunk_index in (None, 0):
@@ -156,8 +156,8 @@ class SessionPlacement:
         self._remove(session_id)
 
     def _by_load(self) -> Iterator[tuple[bool, int]]:
-        """Yield `(is_last, rank)`, starting with the rank that has the fewest sessions. Ranks with
-        equally many sessions take turns in being first.
+        """Yield `(is_last, rank)`, starting with the rank that has the fewest sessions. Ties are
+        broken in rotation, so each of the tied ranks comes first in turn.
         """
         turn = next(self._next_rank)
         order = sorted(

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages of `/v1/environments`, shared by the server and the client in `vllm_omni.environments`.
 
-Requests are sent as JSON. A reply with chunks is one result envelope (`vllm_omni/outputs.py`). The
-metadata of the envelope is a `ChunksReply`, and its tensors are named `KIND.ENVIRONMENT`, for
-example `frames.0`. The server copies each array once, and the client copies none. This module
-imports neither vLLM nor gymnasium.
+Requests are sent as JSON. A reply that contains chunks is one result envelope
+(`vllm_omni/outputs.py`). The metadata of the envelope is a `ChunksReply`, and its tensors are named
+`KIND.ENVIRONMENT`, for example `frames.0`. The server copies each array once, and the client copies
+none. This module imports neither vLLM nor gymnasium.
 """
 
 from typing import Annotated, Any, Final, Literal
@@ -57,7 +57,7 @@ class EnvironmentSpec(msgspec.Struct, frozen=True, kw_only=True):
     latent_size: tuple[int, int] | None
     """Height and width of a latent frame. None: they depend on the frame size."""
     max_sessions: int
-    """Maximum number of environments of all clients together."""
+    """Maximum number of environments across all clients."""
     idle_s: float
     """Time in seconds without a request after which the server closes an environment."""
 
@@ -108,7 +108,7 @@ class CreateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class CreateReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Reply of `POST /v1/environments`."""
+    """Response body of `POST /v1/environments`."""
 
     id: str
     """Id of the environments, which is part of the path of later requests."""
@@ -126,7 +126,7 @@ class ResetEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     environment: Index
     """Index of the environment."""
     seed: RequestedSeed = -1
-    """Seed of the noise. Default: the server draws a random seed."""
+    """Noise seed. Default: the server draws a random seed."""
     prompt: Text = ""
     """Prompt of the episode."""
     start_pose: StartPose | None = None

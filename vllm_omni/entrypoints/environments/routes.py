@@ -9,8 +9,8 @@
         DELETE /v1/environments/{id}         close the environments
 
 Environments belong to the API key that created them. The protocol uses HTTP instead of a WebSocket
-for two reasons. The chunk of a step takes much longer to generate than an HTTP request on an open
-connection takes to send. In addition, HTTP requests are subject to the same keys, quotas, limits
+for two reasons. Generating the chunk of a step takes much longer than sending an HTTP request over
+an established connection. In addition, HTTP requests are subject to the same keys, quotas, limits
 and proxies as the other routes.
 """
 
@@ -104,7 +104,7 @@ class EnvironmentRoutes:
             self.serve(server.sessions)
 
     def serve(self, manager: SessionManager) -> None:
-        """Serve environments in the sessions of a manager."""
+        """Start to serve environments, whose sessions belong to the given manager."""
         self._known = EnvironmentTable(manager)
 
     @property

@@ -264,7 +264,9 @@ class EnvironmentTable:
         info.check_image(request.image is not None, "image")
         info.check_images(request.images)
         image, images = await manager.off_loop(self._load, request)
-        self._check_room(client, request)  # another request may have created some
+        # Check again, because another request may have created environments while images were
+        # decoded.
+        self._check_room(client, request)
         group = EnvironmentGroup(manager, principal, client, request, image, images)
         self._groups[principal, group.id] = group
         manager.held.total += group.nbytes
@@ -315,7 +317,7 @@ class EnvironmentTable:
         """Return a client's environment group.
 
         Raises:
-            ApiError: Status 404, because the client has no such environments.
+            ApiError: Status 404: the client has no environment group with this id.
         """
         group = self._groups.get((principal, group_id))
         if group is None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Move sessions between servers, in the form of snapshots."""
+"""Move sessions between servers by transferring snapshots."""

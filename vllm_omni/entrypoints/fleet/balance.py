@@ -39,7 +39,7 @@ class MovableSession:
 
 @dataclass(frozen=True)
 class ServerLoad:
-    """A server that accepts sessions, and the sessions that it has now."""
+    """A server that accepts sessions, and its current sessions."""
 
     name: str
     """Name of the server."""
@@ -76,7 +76,7 @@ def plan_moves(
     plan = _Plan(servers)
     used = _used(servers, to_empty, fill)
     outside = [server.name for server in servers if server.name not in used]
-    # first the servers that must be emptied, then the fullest
+    # Start with the servers that must be emptied, and continue with the fullest.
     outside.sort(key=lambda name: (name not in to_empty, -len(plan.left[name]), name))
     for source in outside:
         while len(plan.moves) < most and plan.left[source] and (targets := plan.with_room(used)):
@@ -141,7 +141,7 @@ class _Plan:
 
 
 def _used(servers: Sequence[ServerLoad], to_empty: Collection[str], fill: float) -> list[str]:
-    """Return the names of the servers that keep sessions."""
+    """Return the names of the servers that remain in use."""
     usable = [server for server in servers if server.name not in to_empty]
     usable.sort(key=lambda server: (-len(server.sessions), server.name))
     if not fill:

@@ -44,10 +44,10 @@ State = Literal["receiving", "prepared", "committed", "aborted"]
 @dataclass
 class _Move:
     state: State = "receiving"
-    """Progress of the move."""
+    """State of the move."""
     session: Session | None = None
-    """Session that was restored from the snapshot. None before it is restored and after the move
-    has ended.
+    """Session that was restored from the snapshot. None before the session is restored and after
+    the move has ended.
     """
     key: SessionKey | None = None
     """Key of the session: the principal and the session id."""

@@ -7,9 +7,9 @@ fails before `Peer.commit`, the session stays on this server. After `Peer.commit
 target server determines where the session is. If the result remains unknown, the session ends on
 this server as lost because it may be live on the target server, and its last snapshot is retained.
 
-If both servers share a directory, the snapshot is written there and restored while the session is
-still active (`_copy_ahead`). During the pause, the servers write and read only the data that has
-changed since.
+If both servers share a directory, the snapshot is written to it and restored from it while the
+session is still active (`_copy_ahead`). During the pause, the servers write and read only the data
+that has changed since that copy.
 """
 
 import asyncio
@@ -42,8 +42,8 @@ _AT_A_TIME: Final = 2
 other sessions continue meanwhile, or wait until their clients have read all finished chunks.
 """
 _COPIES_AHEAD: Final = 2
-"""Number of snapshot versions that are copied while the session is active. Much of the session
-changes during the first copy because it takes long. The second copy takes little more time than the
+"""Number of snapshot versions that are copied while the session is active. The first copy is slow,
+so much of the session changes while it runs. The second copy takes only slightly longer than the
 final one.
 """
 _MOVE_S: Final = 20.0

@@ -124,8 +124,8 @@ class Peer:
         return await self.end_for_certain(move_id, RESOLVE_S - _COMMIT_S)
 
     async def end_for_certain(self, move_id: str, limit_s: float = RESOLVE_S) -> MoveResult:
-        """End a move like `end`, but repeat the request until the server replies or the time limit
-        expires.
+        """End a move as `end` does, but repeat the request until the server replies or the time
+        limit expires.
 
         Args:
             move_id: Id of the move.

@@ -3,11 +3,11 @@
 
         GET    /omni/sessions                      the live sessions
         POST   /omni/sessions/{name}/migrate       move a session: {"to": name or URL}
-        PUT    /omni/migrations/{id}               another server sends a snapshot
-        POST   /omni/migrations/{id}/commit        it gives the session away
-        DELETE /omni/migrations/{id}               it ends the move, and learns its result
+        PUT    /omni/migrations/{id}               receive a snapshot from another server
+        POST   /omni/migrations/{id}/commit        make the received session live
+        DELETE /omni/migrations/{id}               end the move and return its result
 
-All these routes require the operator's key (`VLLM_OMNI_OPERATOR_KEY`). If the server has no
+All fleet routes require the operator's key (`VLLM_OMNI_OPERATOR_KEY`). If the server has no
 operator key, the routes return 404.
 """
 
@@ -61,25 +61,25 @@ class LiveSessionReply(BaseModel):
     next_chunk_index: int
     """Index of the session's next chunk."""
     is_busy: bool
-    """Whether a request of the session is running."""
+    """Whether a request for the session is in progress."""
     idle_s: float
     """Seconds since the last request."""
 
 
 class LiveSessionsReply(BaseModel):
-    """Reply of `GET /omni/sessions`."""
+    """Response body of `GET /omni/sessions`."""
 
     server: str | None
     """Name of this server (`omni.server_name`)."""
     sessions: list[LiveSessionReply]
-    """Live sessions of this server, which clients can use."""
+    """Live sessions on this server that clients can use."""
 
 
 class MigrateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of `POST /omni/sessions/{name}/migrate`."""
 
     to: str
-    """Name or address of another server in the file `omni.fleet`."""
+    """Name or address of another server in the fleet file (`omni.fleet`)."""
     principal: str | None = None
     """Owner of the session, which is required if several clients have a session with this name.
     Default: the only owner.
@@ -87,7 +87,7 @@ class MigrateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MigrateReply(BaseModel):
-    """Reply of `POST /omni/sessions/{name}/migrate`."""
+    """Response body of `POST /omni/sessions/{name}/migrate`."""
 
     name: str
     """The client's id of the session."""
@@ -114,7 +114,7 @@ class FleetRoutes:
         self._max_bytes: int | None = None
 
     async def start_serving(self, server: ServerContext) -> None:
-        """Read the list of servers, and register the step of draining that moves sessions away.
+        """Read the list of servers, and register the drain step that moves sessions away.
 
         Raises:
             ValueError: The file or the key is invalid, or there are several API server processes.
@@ -136,8 +136,8 @@ class FleetRoutes:
         server.sessions.drain.move_away = self._leave
 
     async def _leave(self) -> None:
-        """Move the sessions to other servers. Half of the drain time is reserved for sessions that
-        stay.
+        """Move the sessions to other servers. Half of the drain time is reserved for the sessions
+        that remain on this server.
         """
         await self._incoming.wait_until_settled()
         if not self.fleet.others:

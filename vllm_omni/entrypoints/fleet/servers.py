@@ -39,13 +39,14 @@ class FleetServer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     url: _Url
     """URL at which the other servers reach this server."""
     public_url: _Url | None = None
-    """URL at which clients reach this server. Default: the address that clients already use, behind
-    which a proxy finds the server by its name.
+    """URL at which clients reach this server. Default: clients keep the address that they already
+    use, where a proxy selects the server by its name.
     """
     shared_dir: str | None = None
-    """Directory that is shared by all servers with the same value, for example in the memory file
-    system of their host. Sessions move between these servers through the directory, and most of a
-    session is copied while the session is active. Default: snapshots are sent over the network.
+    """Directory shared by all servers that specify the same value, for example in the in-memory
+    file system of their host. Sessions move between these servers through the directory, and most
+    of a session is copied while the session is active. Default: snapshots are sent over the
+    network.
     """
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Access control: API keys for all routes except the open ones, origin checks for routes that
+"""Access control: API keys for all routes except the public ones, origin checks for routes that
 change state or occupy the engine, and tickets for browsers.
 
-Stock vLLM requires the header `Authorization` for the prefixes `/v1`, `/v2`, `/inference` and
+Stock vLLM requires the `Authorization` header for the prefixes `/v1`, `/v2`, `/inference` and
 `/cohere`. This module adds three things as routes and middleware of the application:
 
 - `KeyGuard` also requires an API key for all other routes, except for `OPEN_PATHS` and the files of
@@ -11,7 +11,7 @@ Stock vLLM requires the header `Authorization` for the prefixes `/v1`, `/v2`, `/
   (`POST /v1/omni/ticket`) and connects to `/omni/ws/...`. This route replaces the ticket with an
   `Authorization` header and passes the connection through the whole application again as `/v1/...`,
   so stock vLLM itself checks the key.
-- `OriginGuard` refuses requests that a browser sends on behalf of a page of another origin.
+- `OriginGuard` refuses requests that a browser sends on behalf of a page from another origin.
 """
 
 import hashlib
@@ -75,8 +75,8 @@ def configured_keys(args: Namespace) -> tuple[str, ...]:
 
 
 class BrowserAccess:
-    """The API keys of one API server process, and the tickets that clients can use in their
-    place.
+    """The API keys of one API server process, and the tickets that clients can use instead of
+    keys.
     """
 
     def __init__(self, keys: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
@@ -105,7 +105,7 @@ class BrowserAccess:
         return bool(self._keys)
 
     def key_index(self, headers: Headers) -> int | None:
-        """Return the index of the key in a request's header, or None if the key is unknown.
+        """Return the index of the API key in a request's headers, or None if the key is unknown.
 
         The comparison takes the same time for every key, to prevent timing attacks.
         """
@@ -160,9 +160,9 @@ def owner_of(connection: HTTPConnection) -> str:
 class KeyGuard:
     """ASGI middleware that requires an API key.
 
-    Open paths, preflight requests and WebSockets that are opened with a ticket are exempt. The
-    middleware also records the owner of the files and jobs that a request creates, which `owner_of`
-    returns.
+    Paths that require no key, preflight requests and WebSockets that are opened with a ticket are
+    exempt. The middleware also records the owner of the files and jobs that a request creates,
+    which `owner_of` returns.
     """
 
     def __init__(self, app: ASGIApp, access: BrowserAccess) -> None:
@@ -179,7 +179,7 @@ class KeyGuard:
 
     def _needs_key(self, scope: Scope) -> bool:
         if not self._access.needs_key or scope["type"] not in ("http", "websocket"):
-            return False  # the scope is the server's startup and shutdown
+            return False  # no keys are configured, or the scope is a lifespan and not a request
         path = route_path(scope)
         is_open = path in self._access.open_paths or path.startswith(SOCKET_PREFIX)
         is_open = is_open or any(
@@ -189,9 +189,9 @@ class KeyGuard:
 
 
 class OriginGuard:
-    """ASGI middleware that refuses requests from pages of other origins.
+    """ASGI middleware that refuses requests from pages with other origins.
 
-    The WebSocket endpoints also refuse connections from pages of other origins. A browser sends a
+    The WebSocket endpoints also refuse connections from pages with other origins. A browser sends a
     form, or JSON without its content type, to any server without a preflight request. A server with
     API keys refuses such a request, but a server at 127.0.0.1 often has no keys. Clients other than
     browsers send neither `Origin` nor `Sec-Fetch-Site`, so this check does not affect them.
@@ -233,7 +233,7 @@ class OriginGuard:
 def _works(scope: Scope) -> bool:
     """Return whether a request changes state or occupies the engine.
 
-    Most `GET` requests do neither, so pages of other origins can show images and videos.
+    Most `GET` requests do neither, so pages with other origins can show images and videos.
     """
     reads_work = route_path(scope).startswith(_WORKING_READS)
     return scope["method"] not in ("GET", "HEAD", "OPTIONS") or (

@@ -9,7 +9,7 @@ If a route does not read a body completely, the rest is read at a limited rate b
 ends. Closing a connection with unread bytes would reset it. A client that sends its whole request
 before it reads would then not receive the response.
 
-A middleware is required because uvicorn and Starlette have no timeout for bodies. nginx's timeout
+Middleware is required because uvicorn and Starlette have no timeout for bodies. nginx's timeout
 (client_body_timeout) applies to each read separately, so a client can send one byte per minute.
 """
 
@@ -37,7 +37,7 @@ at this rate takes 4 % of a core.
 
 
 class BodyLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits on HTTP bodies, read from environment variables as for `EndpointLimits`."""
+    """Limits on HTTP bodies, read from environment variables like `EndpointLimits`."""
 
     body_grace_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 10.0
     """Time in seconds that every HTTP body may take, regardless of its size. Default: 10."""
@@ -59,7 +59,7 @@ class BodyTimeout:
 
 
 class _PacedRequest:
-    """An HTTP request whose body is timed.
+    """An HTTP request whose body has a time limit.
 
     `discards` counts, for each client address, the bodies that are being discarded.
     """
@@ -78,7 +78,7 @@ class _PacedRequest:
         if self._is_over:
             return {"type": "http.disconnect"}
         if not self._has_more:
-            return await self._receive()  # the server waits for the disconnect
+            return await self._receive()  # the body is complete, so only a disconnect can follow
         started_s = time.monotonic()
         try:
             async with asyncio.timeout(self._left_s):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits on request headers: `--h11-max-incomplete-event-size` and `--h11-max-header-count`.
 
-A server stores the headers of a request before it checks any key. httptools stores an unlimited
-amount and ignores both options. h11 enforces the size option. The header count is an option of
-vLLM, so this module checks it. A WebSocket handshake is an HTTP request and has the same limits.
+A server stores the headers of a request before it checks any key. httptools does not limit the size
+of the headers and ignores both options. h11 enforces the size limit. The count limit is vLLM's own
+option, so this module enforces it. A WebSocket handshake is an HTTP request and has the same
+limits.
 
 uvicorn prefers httptools if it is installed. httptools also stops reading a request that offers an
 unknown upgrade, so it would lose the body of every request from Java's HttpClient, which offers

@@ -85,7 +85,7 @@ class AllowedMediaConnector(MediaConnector):
 
 @contextlib.contextmanager
 def _client_errors() -> Iterator[None]:
-    """Convert failures to fetch or decode media to client errors.
+    """Report failures to fetch or decode media as client errors.
 
     The messages of the original errors may contain paths, so they are logged but not sent to the
     client.

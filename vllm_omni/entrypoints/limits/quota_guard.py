@@ -2,9 +2,9 @@
 """`QuotaGuard`: enforces quotas on HTTP requests. A request that exceeds a quota is refused with
 429. The bytes of each response are charged to the client.
 
-Sessions, including those of environments, are charged in `../realtime/sessions/session.py`. Open
-paths, ticket requests, `OPTIONS` and `DELETE` are not charged and never refused. The guard runs
-after the API key has been checked.
+Sessions, including those of environments, are charged in `../realtime/sessions/session.py`.
+Requests to open paths (`OPEN_PATHS`), ticket requests, and `OPTIONS` and `DELETE` requests are
+never charged or refused. The guard runs after the API key has been checked.
 """
 
 from typing import Final
@@ -37,8 +37,8 @@ class QuotaGuard:
     """Quotas of the clients. Default: no client has a quota."""
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """Wrap an application with this guard. This method is the factory that `add_middleware` of
-        Starlette expects.
+        """Wrap an application with this guard. This method is the factory that Starlette's
+        `add_middleware` expects.
         """
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:

@@ -49,8 +49,8 @@ _PRINCIPAL_CHARS: Final = 16
 _REMEMBERED: Final = 4096
 _MINUTE_S: Final = 60.0
 _SESSION_RETRY_S: Final = 1.0
-"""Retry interval in seconds that is sent with a refused session. The interval is fixed because only
-the client can end its sessions.
+"""Retry interval in seconds that is sent to a client whose new session is refused. The interval is
+fixed because only the client can end its sessions.
 """
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
@@ -154,10 +154,10 @@ class Allowance:
         """
 
     def open_session(self) -> None:
-        """Count a new session."""
+        """Record that the client has opened a session."""
 
     def close_session(self) -> None:
-        """Count the end of a session."""
+        """Record that a session of the client has ended."""
 
     def take_chunk(self) -> bool:
         """Charge one chunk if it may start now, and return whether it may."""
@@ -178,10 +178,10 @@ class Allowance:
         """
 
     def charge_chunks(self, count: int) -> None:
-        """Charge the given number of chunks, which start now."""
+        """Charge the given number of chunks, which are about to start."""
 
     def charge_bytes(self, count: int) -> None:
-        """Charge the bytes of replies to the client."""
+        """Charge the bytes of responses to the client."""
 
 
 class LimitedAllowance(Allowance):

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tickets: credentials with which a browser opens a WebSocket, because a browser cannot set headers
-on it.
+"""Tickets: credentials with which browsers open WebSockets, because a browser cannot set headers on
+a WebSocket.
 
 A ticket represents one API key and one `Origin`, expires within seconds and can be used once.
 Tickets are signed and not stored, so every API server process with the same secret accepts them.
 A second use of a ticket is refused only by the process that accepted the first use.
 
 JSON Web Tokens and itsdangerous are not used because neither refuses a second use of a token, and
-everything else takes only a single HMAC from the standard library.
+the rest of the scheme needs only a single HMAC from the standard library.
 """
 
 import base64
@@ -43,9 +43,9 @@ class TicketError(Exception):
 def derive_secret(keys: Sequence[str], environ: Mapping[str, str]) -> bytes:
     """Return the secret that signs tickets.
 
-    All processes with the same keys and environment derive the same secret. If the variable is not
-    set (plain `vllm serve`), the secret is derived from the keys with scrypt. Scrypt is slow, so an
-    attacker cannot use a ticket to test guessed keys quickly.
+    All processes with the same keys and environment derive the same secret. If `SECRET_VARIABLE` is
+    not set (plain `vllm serve`), the secret is derived from the keys with scrypt. Scrypt is slow,
+    so an attacker cannot use a ticket to test guessed keys quickly.
     """
     joined = b"\0".join(
         hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest() for key in keys
@@ -62,8 +62,8 @@ class TicketOffice:
         secret: Secret that signs the tickets.
         num_keys: Number of API keys.
         ttl_s: Lifetime of a ticket in seconds.
-        max_remembered: Maximum number of used tickets that are remembered. If more tickets are used
-            within `ttl_s`, they are refused.
+        max_remembered: Maximum number of used tickets that are recorded. If more tickets are used
+            within `ttl_s`, the excess tickets are refused.
         now: Function that returns the Unix time.
     """
 
@@ -82,7 +82,7 @@ class TicketOffice:
         self._max_remembered = max_remembered
         self._now = now
         self._used: set[bytes] = set()
-        # (time at which it may be removed, nonce)
+        # (time at which the nonce may be removed, nonce)
         self._order: deque[tuple[float, bytes]] = deque()
 
     def issue(self, key_index: int, origin: str | None) -> str:
@@ -99,7 +99,7 @@ class TicketOffice:
         return base64.urlsafe_b64encode(head + self._mac(head, origin)).rstrip(b"=").decode()
 
     def redeem_ticket(self, ticket: str, origin: str | None) -> int:
-        """Use a ticket and return the index of its API key.
+        """Redeem a ticket, and return the index of its API key.
 
         Raises:
             TicketError: The ticket is invalid, has expired or has already been used.

@@ -2,8 +2,8 @@
 """`TokenBucket`: limits the average rate and the size of bursts.
 
 The libraries `limits` and slowapi are not used because they count whole requests over a window.
-This package charges bytes and chunks, which are known only after the work, so a bucket may become
-negative.
+This package charges bytes and chunks. Their number is known only after the work is done, so the
+balance of a bucket may become negative.
 """
 
 import time

@@ -25,10 +25,10 @@ _ENCODER: Final = {
     "crf": "20",
     "preset": "veryfast",  # a chunk must be encoded much faster than it plays
     # Macroblock-tree rate control is disabled. With AVX-512, x264 (core 165) computes it from
-    # uninitialized memory, and about one file in a hundred differed. crf 20 without it has the same
-    # quality as crf 18 with it.
+    # uninitialized memory, so about one file in a hundred differed. crf 20 without macroblock-tree
+    # has the same quality as crf 18 with it.
     "x264-params": "mbtree=0",
-    "threads": "4",  # a fixed number, because it changes the bytes
+    "threads": "4",  # fixed, because the number of threads changes the encoded bytes
 }
 
 
@@ -83,7 +83,7 @@ class Mp4Writer:
         """Encode frames, uint8 RGB `[T, H, W, 3]`, T >= 1.
 
         Raises:
-            ValueError: The frames are invalid as for `encode_mp4`, or their size differs from that
+            ValueError: The frames are invalid (see `encode_mp4`), or their size differs from that
                 of earlier frames.
         """
         if self._stream is None:

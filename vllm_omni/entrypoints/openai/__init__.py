@@ -40,19 +40,20 @@ Input tensors:
   `Capabilities.mask` is set.
 
 Result tensors: `images`, uint8 [num_images, H, W, 3], or `frames`, uint8 [num_frames, H, W, 3].
-`audio`, fp32 [S] with the metadata `sample_rate`, is allowed but not used yet. H and W may differ
-from the request; the reply to the client states the actual size. The routes also read the metadata
-`fps` (frame rate of the result) and `timings_ms`. Image i of a request has the seed `seed + i`, so
-the n images of a call do not depend on how the call is split into engine requests.
+`audio`, fp32 [S] with `sample_rate` in the metadata, is allowed but not used yet. H and W may
+differ from the request; the reply to the client states the actual size. The routes also read `fps`
+(frame rate of the result) and `timings_ms` from the metadata. Image i of a request has the seed
+`seed + i`, so the n images of a call do not depend on how the call is split into engine requests.
 
 The engine reports failures as error envelopes. `invalid_request`, `unsupported_size`,
-`invalid_image` and other codes about the request become status 400, with the message unchanged.
+`invalid_image` and other codes that concern the request become status 400, with the message
+unchanged.
 `capacity` becomes 503, except that a video job waits instead. `oom` also becomes 503. `non_finite`
 and all other codes become 500.
 
-To report progress, the worker RPC `request_progress` returns
-`{session_id: [finished steps, total steps]}` for the requests in flight. To cancel a request,
-`EngineClient.abort(request_id)` takes effect before the next denoise step.
+The worker RPC `request_progress` reports progress: it returns
+`{session_id: [finished steps, total steps]}` for the requests in flight.
+`EngineClient.abort(request_id)` cancels a request before its next denoise step.
 
 World models (`"world" in tasks`) generate a video chunk by chunk in a separate session with
 `chunk_index` 0, 1 and so on. The first request contains prompt, seed, height, width and `image`;

@@ -54,17 +54,17 @@ class _Call:
     """A chat completion call that has been validated."""
 
     request: ChatRequest
-    """Request of the client."""
+    """The client's request."""
     model: str
     """Name of the model, as stated in replies."""
     prompt: str
     """Text of the last user message."""
     seed: int
-    """Seed of the sampling."""
+    """Sampling seed."""
     lora: list[Lora] | None
     """LoRA adapters to apply. None: the adapters are not changed."""
     options: dict[str, Any]
-    """Options of the model."""
+    """Model options."""
     arrays: dict[str, np.ndarray]
     """The image or clip of the conversation, or an empty dict for text only."""
     id: str

@@ -133,7 +133,7 @@ class ChatRequest(_Strict):
     stop: str | list[str] | None = None
     """Strings that end the response. Default: none."""
     seed: int | None = Field(None, ge=RANDOM_SEED, le=MAX_SEED)
-    """Seed of the sampling. Default: a random seed, as for -1."""
+    """Sampling seed. Default: a random seed, which -1 also selects."""
     n: Literal[1] | None = None
     """Number of responses. The only supported value is 1."""
     stream: bool | None = None

@@ -32,8 +32,8 @@ request body.
 
 
 async def until_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine, and cancel it if the client disconnects. The request body must have been
-    read before.
+    """Run a coroutine, and cancel it if the client disconnects. The request body must already have
+    been read.
 
     Raises:
         ClientDisconnect: The client has disconnected.
@@ -79,7 +79,7 @@ class ClientThreads:
         self._slots: dict[tuple[str, str], _Slot] = {}
 
     async def image(self, request: Request, function: Callable[..., T], *args: Any) -> T:
-        """Run a function that decodes an image on a thread, for the client that sent a request.
+        """Run an image decoding function on a thread, within the limit of the requesting client.
 
         Raises:
             ApiError: Status 429, because too many files of this client are waiting.
@@ -90,7 +90,7 @@ class ClientThreads:
         )
 
     async def clip(self, request: Request, function: Callable[..., T], *args: Any) -> T:
-        """Run a function that decodes a clip on a thread, like `image`.
+        """Run a clip decoding function on a thread, within the limit of the requesting client.
 
         The function receives an additional last argument: a callable that returns whether the
         client has disconnected.
@@ -114,7 +114,8 @@ class ClientThreads:
                 return await asyncio.shield(ended)
             except asyncio.CancelledError:
                 left.set()
-                # the thread is running and counts for this client until it ends
+                # If the function is already running, it counts toward the client's limit until it
+                # ends.
                 if not work.cancel():
                     await asyncio.wait([ended])
                     ended.exception()  # retrieve the exception, so that asyncio does not report it

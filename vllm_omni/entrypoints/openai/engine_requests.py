@@ -2,9 +2,9 @@
 """Convert validated client requests to engine requests, and fill in the model's sizes, lengths,
 seeds and defaults.
 
-This module does no I/O and does not use the engine. A request that is refused raises `ApiError`
-with status 400, or 404 if it names another model. The message states the field, the received value
-and the allowed values.
+This module does no I/O and does not use the engine. A refused request raises `ApiError` with status
+400, or 404 if the request names a model that is not served. The message states the field, the
+received value and the allowed values.
 """
 
 import math

@@ -75,9 +75,9 @@ def read_mask(data: bytes, height: int, width: int, limits: EndpointLimits) -> n
     a PNG or WebP with an alpha channel and have the same size as the image.
 
     Raises:
-        ApiError: Status 400, because the mask is invalid or its size differs.
+        ApiError: Status 400, because the mask is invalid or differs in size from the image.
     """
-    # This refuses invalid and oversized files before alpha is decoded.
+    # `read_upload` refuses invalid and oversized files before the alpha channel is decoded.
     shown = read_upload(data, "mask", limits)
     if shown.shape[:2] != (height, width):
         raise invalid(
@@ -85,7 +85,7 @@ def read_mask(data: bytes, height: int, width: int, limits: EndpointLimits) -> n
             "equal",
             "mask",
         )
-    with Image.open(io.BytesIO(data), formats=FORMATS) as image:  # as `read_upload` opened it
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:  # as `read_image` opened it
         if not image.has_transparency_data:
             raise invalid(
                 "mask has no alpha channel: make it transparent where the image is to be edited",

@@ -72,7 +72,7 @@ class _Call:
     """An image call that has been validated."""
 
     request: ImageGenerationRequest
-    """Request of the client."""
+    """The client's request."""
     plan: ImageJob
     """Parameters of the call, from which its engine requests are built."""
     arrays: dict[str, np.ndarray]
@@ -301,7 +301,7 @@ class ImageRoutes:
 def _edit_inputs(body: ParsedBody) -> tuple[list[Any], bytes | None]:
     """Return the images of an edit in the client's order, and its mask if there is one.
 
-    The field `images` is removed from the body's fields.
+    The `images` field is removed from the body's fields.
     """
     files = dict(body.files)
     sources: list[Any] = [*files.pop("image", [])]

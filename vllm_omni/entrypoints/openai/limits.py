@@ -2,7 +2,7 @@
 """`MediaLimits`: limits of the image and video routes, read once from environment variables.
 
 Each field is set by the environment variable `VLLM_OMNI_` followed by its name in upper case, for
-example `VLLM_OMNI_MAX_QUEUED_VIDEOS=8`. The limits of input images are in `EndpointLimits`
+example `VLLM_OMNI_MAX_QUEUED_VIDEOS=8`. `EndpointLimits` contains the limits on input images
 (`max_image_bytes`, `max_image_pixels`).
 """
 
@@ -23,13 +23,13 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     received. Default: 64 MiB.
     """
     max_image_requests: Count = 64
-    """Maximum number of image calls that run or wait. Further calls are refused with 429. Default:
-    64.
+    """Maximum number of running and waiting image calls. Further calls are refused with 429.
+    Default: 64.
     """
     max_running_videos: Count = 2
     """Maximum number of video jobs that run in the engine at the same time. Default: 2."""
     max_queued_videos: Count = 32
-    """Maximum number of video jobs that wait. Further jobs are refused with 429. Default: 32."""
+    """Maximum number of waiting video jobs. Further jobs are refused with 429. Default: 32."""
     request_timeout_s: Seconds = 1800.0
     """Time in seconds after which an engine request (one image, one video, one chunk) is aborted.
     Default: 1800.

@@ -134,7 +134,7 @@ class _Request(BaseModel):
     """This field is accepted for compatibility and has no effect."""
     # extensions
     seed: Integer | None = Field(None, ge=RANDOM_SEED, le=MAX_SEED)
-    """Extension. Seed of the noise. Default: a random seed, as for -1."""
+    """Extension. Noise seed. Default: a random seed, which -1 also selects."""
     negative_prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS)
     """Extension. Text that classifier-free guidance steers away from."""
     num_inference_steps: Integer | None = Field(None, ge=1, le=1000)
@@ -249,7 +249,7 @@ class VideoRequest(_Request):
 
 class Error(BaseModel):
     message: str
-    """Explanation for a human reader."""
+    """Human-readable explanation."""
     type: str
     """Type of the error, as defined by OpenAI."""
     param: str | None = None
@@ -271,8 +271,8 @@ class ImageData(BaseModel):
 
 
 class ImagesReply(BaseModel):
-    """Reply of the image routes. The field `seed` is an extension; image i of the call has the seed
-    `seed + i`.
+    """Response body of the image routes. The `seed` field is an extension; image i of the call has
+    the seed `seed + i`.
     """
 
     created: int
@@ -295,7 +295,7 @@ class JobError(BaseModel):
     code: str
     """Stable identifier of the error."""
     message: str
-    """Explanation for a human reader."""
+    """Human-readable explanation."""
 
 
 class Video(BaseModel):
@@ -311,7 +311,7 @@ class Video(BaseModel):
     model: str
     """Name of the model."""
     prompt: str
-    """Prompt."""
+    """Prompt of the video."""
     status: Literal["queued", "in_progress", "completed", "failed"]
     """State of the job."""
     progress: int = Field(ge=0, le=100)
@@ -336,7 +336,7 @@ class Video(BaseModel):
     num_frames: int
     """Number of pixel frames in the video."""
     seed: int
-    """Seed of the noise."""
+    """Noise seed."""
     inference_time_s: float | None = None
     """Time in seconds that the generation took. None: the generation is not complete."""
     world_poses: list[list[float]] | None = None

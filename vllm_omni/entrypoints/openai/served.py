@@ -61,8 +61,7 @@ class ServedModel:
     """Function that returns the names of the LoRA adapters that are currently loaded."""
 
     def adapter_named(self, model: str | None) -> list[Lora]:
-        """Return the LoRA adapter that a request selects with its `model` field, as is usual in
-        vLLM.
+        """Return the LoRA adapter that a request selects with its `model` field, as in stock vLLM.
 
         Returns:
             A list with the adapter, or [] if `model` names the served model itself.

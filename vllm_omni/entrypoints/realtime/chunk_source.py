@@ -23,7 +23,7 @@ from vllm_omni.inputs import Lora
 
 
 class ChunkControls(msgspec.Struct, frozen=True, kw_only=True):
-    """Controls that one chunk is generated with."""
+    """Controls with which one chunk is generated."""
 
     actions: Sequence[ActionEntry] | None = None
     """Actions for each latent frame. None: the chunk has no actions."""
@@ -36,7 +36,7 @@ class ChunkControls(msgspec.Struct, frozen=True, kw_only=True):
     input_id: InputId | None = None
     """Newest input that affects the chunk. None: no input affects it."""
     mark: Any = None
-    """Data of the endpoint, which is returned unchanged with the finished chunk."""
+    """Endpoint-specific data, which is returned unchanged with the finished chunk."""
 
 
 class ChunkSpan(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,8 +149,8 @@ class PlannedChunks(ChunkSource):
         return tuple(sizes)
 
     def most_in_flight(self, info: StreamInfo, limits: EndpointLimits) -> int:
-        """Return the number of chunks that the engine processes at the same time, plus one that
-        waits.
+        """Return the number of chunks that the engine processes at the same time, plus one chunk
+        that is queued.
         """
         at_work = info.chunks_in_flight
         return max(limits.chunks_in_flight, at_work + 1 if at_work > 1 else 1)

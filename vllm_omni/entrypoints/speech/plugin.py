@@ -5,7 +5,7 @@ model server.
 The model family of the checkpoint starts the additional engines (`ModelFamily.start_speech`). The
 plugin replaces `/v1/chat/completions` and `/health`, and adds `/v1/audio/speech`. Chat requests
 without audio are forwarded to vLLM's own handler. All other routes and options, including
-`--api-key`, are those of vLLM.
+`--api-key`, are vLLM's own.
 """
 
 import contextlib
@@ -38,7 +38,8 @@ class SpeechEndpoints:
 
     name = "vllm_omni_speech"
     required_tasks: tuple[SupportedTask, ...] | None = ("generate",)
-    """Tasks that the plugin serves. vLLM loads it only if the served model supports at least one.
+    """Tasks that the plugin serves. vLLM loads the plugin only if the served model supports at
+    least one of the tasks.
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ class VoiceId(BaseModel):
 
 
 class AudioParams(BaseModel):
-    """Content of the field `audio` of a chat request."""
+    """Content of the `audio` field of a chat request."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -40,7 +40,7 @@ class AudioParams(BaseModel):
 class SpeechRequest(BaseModel):
     """Body of `/v1/audio/speech`.
 
-    The field `seed` is an extension that makes the speech reproducible. The value -1 selects a
+    The `seed` field is an extension that makes the speech reproducible. The value -1 selects a
     random seed.
     """
 
@@ -71,7 +71,7 @@ class SpeechRequest(BaseModel):
 
 
 def wants_audio(extra: dict[str, Any] | None) -> AudioParams | None:
-    """Read the fields `modalities` and `audio` of a chat request.
+    """Read the `modalities` and `audio` fields of a chat request.
 
     Returns:
         Parameters of the audio, or None if the client requests only text.
@@ -104,7 +104,7 @@ _CLIENT_FAULTS = {"invalid_request", "too_long", "too_large"}
 
 def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
     """Return the HTTP status and the OpenAI-style body for an exception. The body contains no
-    messages of other libraries.
+    messages from other libraries.
     """
     if isinstance(error, RequestFailed):
         status = (

@@ -49,7 +49,7 @@ _READ_ALOUD = "Read this text aloud, word for word:\n"
 
 
 async def traced(events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
-    """Yield events, and record the time that they take as a span `speech` in the caller's trace."""
+    """Yield events, and record the total time as a `speech` span in the caller's trace."""
     span = trace_context.start_span("speech")
     if span.headers is not None:
         trace_context.set_parent(span.headers)  # for the tasks that start with the first event

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Change the log handlers of vLLM and uvicorn: add ids, and remove known noise.
+"""Add request and session ids to the log lines of vLLM and uvicorn, and remove known noise.
 
-`add_ids` adds the ids of request and session to the handlers of an API server process. If the user
-provides a logging configuration (`--log-config-file`, VLLM_LOGGING_CONFIG_PATH), it is not changed.
-A configuration of the user can use the filter of `vllm_omni.runtime.log_context`.
+`add_ids` adds request and session ids to the log handlers of an API server process. A logging
+configuration that the user provides (`--log-config-file`, VLLM_LOGGING_CONFIG_PATH) is not changed,
+but it can add the ids itself with the filter of `vllm_omni.runtime.log_context`.
 
 `quiet_start` drops log records that are misleading or irrelevant for a server of this package. Each
 filter names its logger and its reason. The filters are attached through the standard library, so no
@@ -104,10 +104,10 @@ def _misses_tokenizer(record: logging.LogRecord) -> bool:
 
 
 def _lists_route(record: logging.LogRecord) -> bool:
-    """Match vLLM's log lines about each route and each file of the web page, of which there are
-    over a hundred.
+    """Match the log lines that vLLM writes for each route and each file of the web page. There are
+    over a hundred such lines.
 
-    The lines are still shown at level DEBUG.
+    At level DEBUG, the lines are still shown.
     """
     is_route = str(record.msg).startswith(("Available routes are", "Route: "))
     return is_route and not logging.getLogger(record.name).isEnabledFor(logging.DEBUG)

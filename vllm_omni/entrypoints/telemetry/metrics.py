@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prometheus metrics of all endpoints, and structured log lines of sessions and jobs.
 
-Metrics that are defined here appear at `/metrics`. vLLM serves the default registry of
-`prometheus_client` there, or the files in `PROMETHEUS_MULTIPROC_DIR` if there are several API
-server processes. An endpoint creates a `SessionMeter` for each session. Requests without a session
+The metrics are exported through vLLM's own `/metrics` endpoint, which serves the default registry
+of `prometheus_client`, or the files in `PROMETHEUS_MULTIPROC_DIR` if there are several API server
+processes. An endpoint creates a `SessionMeter` for each session. Requests without a session
 use `endpoint_metrics()`. Each label has few possible values, and labels never identify clients.
 
 A log line consists of an event and `key=value` pairs. Two lines are written for each session, two
@@ -126,7 +126,7 @@ class EndpointMetrics:
             (*endpoint, "stage"),
             buckets=_SECONDS,
         )
-        # Cached because `labels` takes a lock, and this runs for every chunk.
+        # Cached because `labels` takes a lock, and each chunk uses several labels.
         self._stage = functools.cache(self.stage.labels)
         self.duration = Histogram(
             "omni_rt_session_duration_seconds",
@@ -208,7 +208,7 @@ class EndpointMetrics:
         self, endpoint: str, timings_ms: Mapping[str, Sequence[float]], wall_s: float
     ) -> None:
         """Observe the duration of each stage of a chunk or an image. The rest of `wall_s` is
-        observed as the stage `queue`.
+        observed as the `queue` stage.
         """
         sum_s = 0.0
         for name, times in timings_ms.items():

@@ -2,7 +2,7 @@
 """`RequestIds`: adds `X-Request-Id` to HTTP responses, WebSocket handshakes and log lines.
 
 The id from the client is used if it consists of at most 128 printable ASCII characters without
-spaces, double quotes and backslashes. Otherwise, the server generates an id. The id is written to
+spaces, double quotes or backslashes. Otherwise, the server generates an id. The id is written to
 the headers of the request, so stock vLLM uses it for `--enable-request-id-headers` and for its own
 request ids. The middleware also records the client's trace context. The middleware wraps the whole
 application, including error pages.

@@ -5,7 +5,7 @@
             from the first request to the end; parent: `traceparent` of the handshake
           chunk                       from submission until it is encoded for the client
             llm_request
-                stock vLLM's span; directly below `session` it frees the session
+                stock vLLM's span; directly below `session`, the request that frees the session
             queue encode denoise decode   the engine's time, as measured by the worker
             render                    encoding of the replies
             transport                 sending, including pacing
@@ -16,7 +16,7 @@ Tracing is enabled by vLLM's `--otlp-traces-endpoint`. vLLM then sets up an expo
 process, which these spans also use. If tracing is disabled, the objects of this module have no
 effect. The engine reports the duration of each stage but not its start time. The spans of the
 stages are therefore placed back to back so that the last one ends with the result, and the
-remaining time becomes the span `queue`.
+remaining time becomes the `queue` span.
 """
 
 import asyncio

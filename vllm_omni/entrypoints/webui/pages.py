@@ -61,7 +61,7 @@ HEADERS: Final = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), microphone=(), geolocation=(), display-capture=()",
-    "Cache-Control": "no-cache",  # revalidate each time; the reply for an unchanged file is 304
+    "Cache-Control": "no-cache",  # revalidate each time; an unchanged file gets status 304
 }
 
 
@@ -74,7 +74,7 @@ class StaticPage:
     content_type: str
     """MIME type of the file."""
     etag: str
-    """Value of the header `ETag`."""
+    """Value of the `ETag` header."""
     servers: Sequence[str] = ()
     """Origins of other servers to which the page may connect because its session may be moved to
     them.
@@ -158,7 +158,7 @@ def add_pages(
 
     app.add_route(f"{PAGE_PATH}/", index, methods=["GET"], include_in_schema=False)
     for path, page in by_path.items():
-        # GET includes HEAD
+        # Starlette adds HEAD to routes for GET.
         app.add_route(path, page.send, methods=["GET"], include_in_schema=False)
     return ["/", PAGE_PATH, f"{PAGE_PATH}/", *by_path]
 

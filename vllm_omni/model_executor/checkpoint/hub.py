@@ -4,8 +4,8 @@
 A family with released weights has a module `models/<name>/hub.py`. The module defines `PIECES` (the
 files to download and their locations in the checkpoint directory), `check_complete(path)` (raises
 an error if files are missing, without reading weights) and optionally `complete(out)` (writes the
-files that the repositories lack). `RELEASES` defines further releases by name. The name of a
-release is an alias of its family in `models/registry.py`. `vllm-omni download` and `vllm serve
+checkpoint files that no repository contains). `RELEASES` defines further releases by name. The name
+of a release is an alias of its family in `models/registry.py`. `vllm-omni download` and `vllm serve
 --omni` read these modules. `resolve` finds the snapshot of a hub id, as vLLM does for the models
 that it supports itself.
 """
@@ -34,7 +34,9 @@ _NOT_SERVED = (
     "*.mp4",
     "*.gif",
 )
-"""Globs of files that are not downloaded: unsupported formats, and the media of model cards."""
+"""Globs of files that are not downloaded: files in unsupported formats, and model cards with their
+images and videos.
+"""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,9 @@ class HubSource:
     components: tuple[HubComponent, ...]
     """Files of the checkpoint, grouped by repository."""
     complete: Callable[[Path], list[str]] = _complete_as_fetched
-    """Function that writes the files that the repositories lack and returns their names."""
+    """Function that writes the checkpoint files that no repository contains, and returns the names
+    of the files written.
+    """
     licence: str | None = None
     """One-line description of the licence of the weights. None: the user need not accept a licence
     before the download.
@@ -76,7 +80,7 @@ class HubSource:
 
 
 def hub_source(family_name: str, release: str | None = None) -> HubSource:
-    """Return where the weights of a family are downloaded from.
+    """Return the source from which the weights of a family are downloaded.
 
     Args:
         family_name: Name of the family.
@@ -123,8 +127,9 @@ def resolve(
         token: Access token. Default: the stored token.
 
     Raises:
-        ValueError: The repository contains only part of a checkpoint or no model of this package,
-            restricts its use, or cannot be downloaded. The error message is a single line.
+        ValueError: The repository contains only part of a checkpoint, requires acceptance of a
+            licence, contains no model that this package supports, or cannot be downloaded. The
+            error message is a single line.
     """
     where = {"revision": revision, "cache_dir": cache_dir, "token": token}
     source = _release_of(repo)
@@ -233,7 +238,7 @@ def check_complete(family_name: str, path: Path) -> None:
 
 
 def _hub_module(family_name: str) -> Any:
-    """Return the `hub` module of a family, or None if it has none."""
+    """Return the `hub` module of a family, or None if the family has no such module."""
     package = f"{_MODELS}.{family_name}"
     try:
         return importlib.import_module(f"{package}.hub")

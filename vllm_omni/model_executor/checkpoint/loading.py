@@ -3,7 +3,7 @@
 
 Missing, unexpected and misshapen tensors raise an error with counts and examples. If the comparison
 succeeds, only the tensors (or shards of tensors) that this rank needs are read, one at a time. This
-module does not depend on a model. The files themselves are read by `tensor_files.py`.
+module contains no model-specific code. `tensor_files.py` reads the files themselves.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -31,11 +31,11 @@ def load_strict(
     ignored: Collection[str] = (),
 ) -> None:
     """Load all parameters of a module from a checkpoint, which must contain exactly one tensor for
-    each.
+    each parameter.
 
     If a layer of the module has the same quantization as the stored layer, the quantized weight and
     its scales are loaded unchanged. If the layer of the module has no parameters for scales, the
-    stored weight is dequantized. Any other combination is an error.
+    stored weight is dequantized. Any other combination of quantizations is an error.
 
     Args:
         module: Module whose parameters are loaded.
@@ -73,7 +73,8 @@ def load_strict(
         slot = slots[targets[name]]
         slot.load(tensor)
         unfilled.remove(targets[name])
-        # A target on the meta device is quantized as soon as its layer is complete.
+        # If the target is on the meta device, it is quantized once its layer is complete, so the
+        # stored tensor is checked instead.
         held = tensor if slot.target.is_meta else slot.target
         if not is_finite(held):
             non_finite.append(name)

@@ -4,8 +4,8 @@
 The settings are either `quantization_config` in the transformer's `config.json` or the file
 `hf_quant_config.json` in the same directory or its parent. FP8 weights with one scale per tensor
 need no settings. The settings define only the quantization method. The names of the quantized
-layers are derived from the stored tensors, because `ignore` and `targets` contain the layer names
-of the library that wrote them.
+layers are derived from the stored tensors, because the layer names in `ignore` and `targets` are
+those of the library that wrote the checkpoint.
 
 vLLM reads the converted settings from its config object, selects the method and refuses any other
 value of `--quantization`.

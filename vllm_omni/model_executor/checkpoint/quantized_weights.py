@@ -7,8 +7,8 @@ and its scales:
 | format | weight | scales |
 |---|---|---|
 | FP8 or int8, one scale | `weight` e4m3, e5m2 or int8 [out, in] | `weight_scale` [], [1] |
-| a scale per channel | the same | `weight_scale` [out], [out, 1] |
-| a scale per block of 128x128 | the same | `weight_scale_inv` or `weight_scale` [out/128, in/128] |
+| one scale per channel | as above | `weight_scale` [out], [out, 1] |
+| one scale per 128x128 block | as above | `weight_scale_inv` or `weight_scale` [out/128, in/128] |
 | NVFP4 of ModelOpt | `weight` uint8 [out, in/2] | `weight_scale` e4m3 [out, in/16], `weight_scale_2` [] |
 | NVFP4 of compressed-tensors | `weight_packed`, as above | `weight_scale`, `weight_global_scale` [1], the inverse |
 | FP8 of the Wan community | `weight` e4m3 or e5m2 | `scale_weight` [], [1]; the file has a tensor scaled_fp8 |
@@ -47,7 +47,9 @@ _FP4_VALUES = (
     -4.0,
     -6.0,
 )
-"""Values of the 16 codes of e2m1. The lower four bits of a byte are the code of the first value."""
+"""Values of the 16 e2m1 codes, by code. The lower four bits of a byte contain the code of the first
+of its two values.
+"""
 
 WEIGHTS = ("weight", "weight_packed")
 SCALES = ("weight_scale", "weight_scale_inv")
@@ -122,7 +124,7 @@ class QuantizedLayer:
 
     @property
     def others(self) -> list[str]:
-        """Names in the file of the layer's tensors other than its weight."""
+        """Names, as in the file, of all tensors of the layer except its weight."""
         names = (self.scale, self.second_scale, self.tensors.get(_ZERO))
         return [name for name in names if name is not None]
 
@@ -184,10 +186,10 @@ class StoredLayout:
     def mistyped(
         self, dtypes: Mapping[str, torch.dtype], slots: Mapping[str, CheckpointSlot]
     ) -> list[str]:
-        """Return tensors whose values would be wrong in the model's dtype.
+        """Return the tensors whose values would be wrong if they were loaded into the model.
 
-        A value would be wrong if a tensor is quantized in the file and has another dtype in the
-        model, or the reverse.
+        Values would be wrong if the file and the model use different dtypes for a tensor, at least
+        one of these dtypes is a quantized one, and the tensor is not dequantized on load.
         """
         faults = []
         for name, slot in slots.items():
@@ -255,7 +257,9 @@ def match_layers(
 def _read_back(
     layout: StoredLayout, layer: str, quantized: QuantizedLayer, source: TensorSource
 ) -> None:
-    """Add a layer to dequantize to a layout, so that a missing or misshapen scale is reported."""
+    """Mark a layer of a layout for dequantization, so that a missing or misshapen scale is
+    reported.
+    """
     weight = f"{layer}.weight"
     layout.read_back[weight], layout.stored[weight] = quantized, quantized.weight
     layout.found[weight] = quantized.shape(source.shapes, source.dtypes)
@@ -277,7 +281,9 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class ReadBack:
-    """A source that dequantizes some layers to fp32, under the names of their weights."""
+    """A source that dequantizes the given layers to fp32 and yields them under the names of their
+    weights.
+    """
 
     source: TensorSource
     """File that contains the layers."""

@@ -237,7 +237,7 @@ class _Entry(msgspec.Struct):
     shape: list[Annotated[int, msgspec.Meta(ge=0)]]
     """Shape of the tensor."""
     data_offsets: tuple[int, int]
-    """Start and end of the tensor's data, in bytes after the header."""
+    """Start and end of the tensor's data, in bytes from the end of the header."""
 
 
 def copy_unchanged(source: Path, target: Path) -> None:
@@ -257,8 +257,8 @@ def copy_unchanged(source: Path, target: Path) -> None:
 
 
 def _identity(file: BinaryIO) -> tuple[int, ...]:
-    """Return a key that stays the same as long as the file is unchanged, also when it is opened
-    again.
+    """Return a key that stays the same as long as the file is unchanged, even if the file is
+    reopened.
     """
     status = os.fstat(file.fileno())
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev
@@ -367,7 +367,7 @@ def unknown_state(path: Path, names: Iterable[str], state_keys: Sequence[str]) -
     Args:
         path: Path of the training checkpoint.
         names: Keys that the file contains.
-        state_keys: Keys under which the network is supported.
+        state_keys: Keys under which the network was expected.
     """
     seen = list(names)
     first = ", ".join(repr(name[:80]) for name in seen[:4]) + (

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ForwardGraphs`: capture repeated forward passes as CUDA graphs and replay them.
 
-A graph repeats the decisions that the host made during capture. The caller therefore specifies all
-of these decisions: it passes the tensors that are read and written in place (`buffers`), and a key
-that contains slots, lengths and branches. Tensors that differ between calls are inputs, which are
-copied to the address that the graph reads. Inputs in `steady` never change their values, so they
-are copied only if a different tensor is passed. A session with a full K/V ring buffer returns to
-the same slots after one cycle, and a new session that reuses a pooled ring buffer (`MemoryPool`)
-starts at its first slots. A small number of graphs therefore serves all sessions.
+A replayed graph repeats the decisions that the host made during capture. The caller must therefore
+identify all of these decisions: it passes the tensors that are read and written in place
+(`buffers`), and a key that encodes slots, lengths and branches. Tensors that differ between calls
+are inputs, which are copied to the address that the graph reads. Inputs in `steady` never change
+their values, so they are copied only if a different tensor is passed. A session with a full K/V
+ring buffer returns to the same slots after one cycle, and a new session that reuses a pooled ring
+buffer (`MemoryPool`) starts at its first slots. A small number of graphs therefore serves all
+sessions.
 
 The first forward pass with a key runs eagerly, which also triggers lazy compilation. The second
-pass is captured, and later passes are replayed. After one complete forward pass of a kind, other
-keys of this kind are captured in their first pass, so a new session does not start with eager
-launches. If a capture fails, that forward pass remains eager. All graphs share one memory pool and
-one output buffer, because only one graph runs at a time.
+pass is captured, and later passes are replayed. After one complete forward pass of a `kind`, passes
+of the same kind with other keys are captured the first time they run, so a new session does not
+start with eager launches. If a capture fails, that forward pass remains eager. All graphs share one
+memory pool and one output buffer, because only one graph runs at a time.
 
 A forward pass is captured as one graph, or as several graphs with calls in between that a graph
 cannot contain (`between_graphs`). Collectives are called between graphs, because replaying NCCL's
@@ -38,13 +39,13 @@ logger = logging.getLogger("vllm." + __name__)
 Inputs = dict[str, torch.Tensor]
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[torch.Tensor, Replay]]
-"""Function that records a forward pass. The function returns the tensor that receives the result,
-and another function that replays the pass.
+"""Function that captures a forward pass. It returns the tensor that receives the result, and a
+function that replays the pass.
 """
 
 _STALE: Final = 8
-"""A graph counts as unused after `capacity` times this number of replays of other graphs. One cycle
-of a ring buffer takes 2 to 4 times the capacity."""
+"""A graph counts as unused after this number times `capacity` replays of other graphs. One cycle of
+a ring buffer takes 2 to 4 times `capacity` replays."""
 
 
 _numbers = WeakTensorKeyDictionary()
@@ -64,9 +65,9 @@ def identity(tensor: torch.Tensor) -> int:
 def between_graphs(run: Callable[[], object]) -> None:
     """Call `run` outside any CUDA graph.
 
-    During a capture, this ends the current graph, calls `run` and starts the next graph. Replays
+    During a capture, the current graph ends, `run` is called and the next graph starts. Replays
     call `run` between the two graphs. `run` must read and write the same tensors in each replay,
-    for example those of `persistent_copy` and `persistent_buffer`.
+    for example tensors returned by `persistent_copy` and `persistent_buffer`.
     """
     if _recording is None:
         run()
@@ -88,8 +89,9 @@ def persistent_buffer(
     """Return an uninitialised contiguous tensor. During a capture, all calls with the same name,
     shape and dtype share one buffer.
 
-    The caller must use the content of the buffer before the next call with these arguments. A
-    separate tensor for each call would occupy memory for as long as the graph exists.
+    The caller must use the content of the buffer before the next call with the same arguments,
+    which returns the same memory. The buffer is shared because a separate tensor for each call
+    would occupy memory for as long as the graph exists.
 
     Args:
         name: Identifies the buffer, together with shape and dtype.
@@ -158,7 +160,7 @@ class CudaCapture:
         global _recording
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream()
-        # captured kernels keep this priority
+        # captured kernels keep the priority of the capturing stream
         self._stream = self._stream or torch.cuda.Stream(priority=current.priority)
         self._stream.wait_stream(current)
         recording = _Recording(self._pool, self._buffers)
@@ -234,16 +236,18 @@ class ForwardGraphs:
         whole: bool = True,
         steady: Collection[str] = (),
     ) -> torch.Tensor:
-        """Return `forward(inputs)`, replayed from a graph if this `key` or `kind` has run before.
+        """Return `forward(inputs)`, computed by a CUDA graph if this `key` or `kind` has run
+        before.
 
         Args:
             key: Value that identifies all decisions of the host. None: run eagerly.
             inputs: Tensors that may differ between calls.
             forward: Function that computes the forward pass.
             buffers: Tensors that the forward pass reads and writes in place.
-            kind: A value that is equal for forward passes that launch the same kernels. None:
-                unknown.
-            whole: Whether the forward pass launches all kernels of its kind.
+            kind: A value that is equal for forward passes that launch the same kernels. None: only
+                `key` is compared.
+            whole: Whether this forward pass launches all kernels that passes of its kind may
+                launch.
             steady: Names of inputs that are never modified after their creation.
         """
         shapes = tuple(

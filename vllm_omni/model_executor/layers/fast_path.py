@@ -38,8 +38,8 @@ class FastPath:
         return not self.reason
 
     def disabled(self, reason: str) -> "FastPath":
-        """Return a copy of this path that is off for a reason other than a missing requirement of
-        the machine."""
+        """Return a copy of this path that is off for `reason`, which is not a missing requirement
+        of the machine."""
         return FastPath(self.name, self.instead, reason)
 
     def as_json(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Lack:
         return bool(self.reason)
 
     def of(self, name: str, instead: str) -> FastPath:
-        """Return the fast path `name`, which is off if something is missing."""
+        """Return the fast path `name`, which is off if this requirement is missing."""
         return FastPath(name, instead, self.reason, self.remedy)
 
 
@@ -109,7 +109,9 @@ def lacks_half(dtype: torch.dtype, option: str) -> Lack:
 
 
 def lacks_package(module: str, package: str) -> Lack:
-    """Return whether a module cannot be imported. `package` is the name of its package for pip."""
+    """Return whether a module cannot be imported. `package` is the pip name of the package that
+    contains it.
+    """
     if find_spec(module) is not None:
         return Lack()
     return Lack(f"the package {package} is not installed", f"pip install {package}")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`FusedOps`: the fused pointwise ops of a network, as a table of pure functions.
 
-Pointwise ops are the operations between matrix products and attention. In eager mode, every single
-operation reads and writes its tensors. A fused op that is compiled or implemented as a Triton
-kernel reads and writes its tensors only once.
+Pointwise ops are the operations between matrix products and attention. In eager mode, each of these
+operations reads its inputs from memory and writes its result back. A fused op, whether compiled or
+written as a Triton kernel, reads and writes memory only once.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,13 +24,13 @@ from vllm_omni.model_executor.layers.fast_path import (
 class FusedOps:
     """Base class for a network's table of fused pointwise ops.
 
-    A subclass has one field per function. The default of each field is the plain function.
+    A subclass has one field per function. The default of each field is the uncompiled function.
     """
 
     @classmethod
     def build(cls, compiled: bool) -> Self:
-        """Return the table with plain or compiled functions, and with `kernels` for tensors on
-        CUDA.
+        """Return a table of uncompiled or compiled functions. For tensors on CUDA, `kernels`
+        replace them.
 
         Args:
             compiled: Whether each function is compiled with `fuse`.
@@ -58,7 +58,7 @@ class FusedOps:
 
 
 def pointwise_kernels(device: torch.device) -> FastPath:
-    """Return whether there are kernels for fused pointwise ops of tensors on this device."""
+    """Return whether fused pointwise ops run as Triton kernels for tensors on this device."""
     lack = lacks_gpu(device) or lacks_triton()
     return lack.of("pointwise_kernels", "torch.compile, or single operations of torch")
 

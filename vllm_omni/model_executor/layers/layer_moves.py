@@ -55,7 +55,7 @@ def stage_costs(
 
     Args:
         steps_ms: Milliseconds of one pass on each stage.
-        layers: Layers of each stage during the measurement.
+        layers: Number of layers of each stage during the measurement.
         passes: Number of passes per chunk.
         once_ms: Milliseconds per chunk on each stage for work that is done once, such as decoding.
     """
@@ -73,8 +73,8 @@ class LayerMove:
     Args:
         ranks: Global ranks of the stages with layers, first stage first.
         stage: This rank's stage.
-        before: Layers of each stage before the move.
-        after: Layers of each stage after the move.
+        before: Number of layers of each stage before the move.
+        after: Number of layers of each stage after the move.
         group: Process group used for sending. Default: the default group.
     """
 

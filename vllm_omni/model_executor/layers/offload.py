@@ -36,7 +36,7 @@ logger = logging.getLogger("vllm." + __name__)
 
 _AHEAD = 3
 """Number of layers to prefetch. One is not enough, because the layer before a large one may be
-small and run too briefly.
+small and finish before the copy does.
 """
 _ARENA_BYTES = 1 << 30
 """Size in bytes of a pinned allocation. The size is a power of two, because torch's pinned
@@ -196,9 +196,9 @@ class LayerOffloader(BaseOffloader):
     Args:
         budget_bytes: Maximum size in bytes of the weights on the host.
         device: Device on which the layers compute.
-        load_on_host: Whether layers are loaded on the host, and those that exceed the budget are
-            moved to the device afterwards. Otherwise layers are loaded on the device, which must
-            temporarily hold all of them.
+        load_on_host: Whether all layers are first loaded on the host, after which the layers that
+            exceed the budget are moved to the device. Otherwise, all layers are first loaded on the
+            device, which must temporarily hold them.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class LayerOffloader(BaseOffloader):
 
     @property
     def host_bytes(self) -> int:
-        """Return the number of bytes of weights that are not on the device."""
+        """Return the size in bytes of the weights that remain on the host."""
         return sum(layer.nbytes for layer in self._layers)
 
     @property
@@ -237,7 +237,8 @@ class LayerOffloader(BaseOffloader):
         return modules
 
     def post_init(self) -> None:
-        """Move every layer to the host or the device. Called after loading and after each reload.
+        """Move every layer to the host or the device. This method is called after loading and after
+        each reload.
 
         Raises:
             ValueError: No layer would remain on the host.

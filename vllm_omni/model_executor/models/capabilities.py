@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capabilities of a served model, which its family declares.
 
-`Capabilities` lists the requests that the model accepts over HTTP. The endpoints check requests
+`Capabilities` describes which requests the model accepts over HTTP. The endpoints check requests
 against `Capabilities` before they call the engine, so no endpoint depends on a model. Chunk sizes
 and the camera of world models are in `entrypoints/realtime/connection/stream_info.py`. `Refusals`
 lists the server options that the model does not support. `check_refusals` rejects these options at
@@ -52,7 +52,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pictures: ImageSizes | None = None
     """Sizes of images. Default: the sizes of videos."""
     size_multiple: tuple[Positive, Positive] = (16, 16)
-    """Number of pixels by which the width must be divisible, and the same for the height."""
+    """Numbers of pixels by which the width and the height, in this order, must be divisible."""
     num_inference_steps: Positive | None = None
     """Default number of denoise steps. None: clients cannot choose the number."""
     max_num_inference_steps: Positive = 200
@@ -73,8 +73,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     fps: Annotated[float, msgspec.Meta(gt=0, le=240)] = 16.0
     """Frame rate of a video if the client requests none, in frames per second."""
     images_per_request: Positive = 1
-    """Maximum number of images of one engine request. A call for more images is split into several
-    engine requests."""
+    """Maximum number of images of one engine request. A client's request for more images is split
+    into several engine requests."""
     input_images: Positive = 1
     """Maximum number of input images of an edit."""
     mask: bool = False
@@ -145,7 +145,7 @@ class Refusals:
     """Refusal of `omni.chunks_in_flight` above 1. A model that supports it implements
     `SupportsChunksInFlight`."""
     temporal_pipeline: Refusal | None = NEEDS_PREVIOUS_CHUNK
-    """Refusal of the value `temporal` of `omni.pipeline`. A model that supports it implements
+    """Refusal of `temporal` as the value of `omni.pipeline`. A model that supports it implements
     `SupportsChunksInFlight`."""
     fewer_steps: Refusal | None = SINGLE_QUALITY
     """Refusal of `fewer_steps` in `omni.degradations`."""

@@ -106,7 +106,7 @@ serve DIR` select this package. `t2v` and `ti2v` are the values of the original 
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """Describes one family to the command line, the config parser and the endpoints.
+    """Describes one family for the command line, the config parser and the endpoints.
 
     In the signatures below, `hf_config` is the result of the field `hf_config` as a dict, and
     `omni` contains the parsed options.
@@ -130,7 +130,7 @@ class ModelFamily:
     layouts: tuple[str, ...]
     """Names of the layouts that `make_tiny` can write. The first layout is the default."""
     why_not: Callable[[Path], str | None] | None = None
-    """Function that maps a directory that was not detected to the reason, in one line. The function
+    """Function that returns the one-line reason why a directory was not detected. The function
     returns None if the directory contains no files of this family.
     """
     default_size: Callable[[dict[str, Any]], tuple[int, int]] | None = None
@@ -174,8 +174,8 @@ class ModelFamily:
     """Networks of the family for `vllm-omni plan`. Default: `vllm-omni plan` does not support the
     family."""
     executor_cls: str | None = None
-    """Class path of the executor that runs the model in the engine's process. Default: workers run
-    the model."""
+    """Import path of the executor class that runs the model in the engine's process. Default:
+    workers run the model."""
     serve_flags: Callable[[Path, bool], dict[str, str]] | None = None
     """Function of (directory, whether the server runs on a CPU) that returns the flags that `vllm
     serve --omni` adds for a family served by an autoregressive engine. Default: the flags of the

@@ -107,7 +107,7 @@ class ChunkPlan:
         return range(start, start + self.chunk_frames)
 
     def past_chunks(self, chunk_index: int) -> list[range]:
-        """Return the latent frames of earlier chunks in a chunk's window, oldest first.
+        """Return the latent frames of the earlier chunks in a chunk's window, oldest first.
 
         Sink frames are excluded once frames between the sink frames and the rest of the window have
         been evicted.

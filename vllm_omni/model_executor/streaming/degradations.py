@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Implements the degradations of late chunks (`omni.degradations`) for all streaming models.
 
-A degraded chunk uses values of the family's preset `realtime`: the degradation `fewer_steps` uses
-the preset's number of denoise steps, and `tiny_vae` uses its decoder. `StreamingModel` applies
-both. A family calls `ladder_refusals` to declare which degradations are impossible with its
+A degraded chunk uses values of the family's `realtime` preset: the `fewer_steps` degradation uses
+the preset's number of denoise steps, and `tiny_vae` uses the preset's decoder. `StreamingModel`
+applies both. A family calls `ladder_refusals` to declare which degradations are impossible with its
 options.
 """
 
@@ -29,7 +29,7 @@ def degraded_options(options: StreamingOptions) -> Mapping[str, Any]:
 
 
 def degraded_steps(options: StreamingOptions) -> int | None:
-    """Return the maximum number of denoise steps of a chunk with the degradation `fewer_steps`."""
+    """Return the maximum number of denoise steps of a chunk with the `fewer_steps` degradation."""
     steps: int | None = degraded_options(options).get("max_steps")
     return steps
 

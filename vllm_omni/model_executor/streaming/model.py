@@ -72,7 +72,8 @@ class ChunkLatentsDecoder(Protocol):
         Args:
             latents_CFhw: Final latents of the chunk.
             size: Height and width of the frames, in pixels.
-            before: Decoder state after the previous chunk of the session. None: the session starts.
+            before: Decoder state after the previous chunk of the session. None: this is the first
+                chunk of the session.
             tiny: Whether to decode with the second, tiny decoder.
 
         Returns:
@@ -146,7 +147,7 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         self.kv_dtype = setup.kv_dtype
         self.fast_paths = setup.fast_paths
 
-    # -- of each model -----------------------------------------------------------------------------
+    # -- methods that each model implements --------------------------------------------------------
 
     @abstractmethod
     def window_nbytes(self, shape: SessionShape) -> int:
@@ -158,7 +159,7 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
 
     @abstractmethod
     def warmup_inputs(self) -> list[Inputs]:
-        """Return chunks of the largest size that together run each kind of work once."""
+        """Return warm-up chunks of the largest size that together run each kind of work once."""
 
     @abstractmethod
     def prepare_encode(self, request: DiffusionRequest[Session, Chunk]) -> None:

@@ -23,7 +23,7 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
     """Presets of the model family, by name."""
 
     preset: PresetName = DEFAULT_PRESET
-    """Named defaults of other options and of the precision. `reference`: the release's own
+    """Named set of defaults for other options and the precision. `reference`: the release's own
     settings. `balanced`: the same steps and window in FP8. `realtime`: fewer steps, a shorter
     window and the tiny decoder. `small`: for GPUs with 12 to 24 GB. A family may offer only some of
     these presets. Any option that is set explicitly overrides the preset (docs/how_to/presets.md).
@@ -55,9 +55,9 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
     """
     context_kv: ContextKV = "clean_pass"
     """Keys and values that later chunks attend to. `clean_pass`: those of an additional pass over
-    the final latents, as in training. `last_step`: those of the last denoise step, which saves the
-    additional pass, but the latents of this step still contain noise. The first chunk, chunks with
-    sink frames and chunks with a single step always run the clean-context pass.
+    the final latents, as in training. `last_step`: those of the last denoise step. This saves the
+    additional pass, but the latents of the last step still contain noise. The first chunk, chunks
+    with sink frames and chunks with a single step always run the clean-context pass.
     """
     text_encoder_device: Literal["cpu"] | None = None
     """Device of the text encoder. `cpu` saves device memory (10.6 GiB for umt5-xxl). Default: the

@@ -69,7 +69,7 @@ def next_base(
     """Return the index of the frame that has position 0 during a chunk.
 
     Args:
-        base: Result for the previous chunk. 0 for the first chunk.
+        base: Index that this function returned for the previous chunk. 0 for the first chunk.
         frames: Latent frames of the chunk.
         window_frames: Number of frames that a chunk attends to, including its own.
         positions: How frames are positioned. `carried`: the position of a frame is its index

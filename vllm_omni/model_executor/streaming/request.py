@@ -60,8 +60,8 @@ def read_size(
 
 
 def check_unused(params: DiffusionParams, *, actions: bool) -> None:
-    """Refuse parameters that only image and video models support, and actions if the model has
-    none.
+    """Refuse parameters that only image and video models support, and also actions if the model
+    takes none.
     """
     refuse_unused(params, ("prompt", "seed", "height", "width", *(("actions",) if actions else ())))
 
@@ -163,8 +163,8 @@ class PlayedChunk:
     """The validated fields of a request, except its controls."""
 
     prompt: str
-    """Prompt of the chunk. If the request has none, the prompt of the session; empty if neither
-    exists.
+    """Prompt of the chunk: the prompt of the request, or else that of the session, or else an empty
+    string.
     """
     seed: int
     """Seed of the chunk."""
@@ -254,7 +254,8 @@ def read_image(image: torch.Tensor | None, *, first_chunk: bool) -> torch.Tensor
 
     Args:
         image: The start image. None: the session continues without a new image.
-        first_chunk: Whether an image is required.
+        first_chunk: Whether to raise an error if `image` is None. Set it for a session's first
+            chunk if the model requires a start image.
     """
     if image is None:
         if first_chunk:

@@ -5,8 +5,8 @@ one chunk in flight.
 The K/V windows of a session are allocated at full size, or grow as they fill (`omni.kv_growth`).
 All other state has a known maximum size, which `nbytes` includes from the start. All state except
 the windows consists of immutable values. A chunk creates new values and `commit` replaces the
-references, so an abandoned chunk has no effect. The state that only one model has is another
-immutable value (`own`).
+references, so an abandoned chunk has no effect. Model-specific state is a further immutable value
+(`own`).
 """
 
 import logging
@@ -370,9 +370,10 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
         self.degradations = (SHORT_WINDOW,)
 
     def next_frames(self) -> range:
-        """Return the indices of the next chunk's latent frames in its window and its positions.
+        """Return the range of the next chunk's latent frames, which determines their K/V slots and
+        positions.
 
-        Frames that were left out of the window are not counted.
+        Frames that were left out of the window are not counted in this range.
         """
         frames = self.plan.frames(self.chunk_index)
         return range(frames.start - self.omitted_frames, frames.stop - self.omitted_frames)

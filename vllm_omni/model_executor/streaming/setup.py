@@ -38,13 +38,13 @@ class StreamingSetup(Generic[Config, Options]):
     dtype: torch.dtype
     """Dtype of the transformer."""
     compiled: bool
-    """Whether pointwise ops are compiled: the resolved option `compile`."""
+    """Whether pointwise ops are compiled: the resolved `compile` option."""
     cuda_graphs: bool = False
-    """Whether the transformer runs in CUDA graphs: the resolved option `cuda_graphs`."""
+    """Whether the transformer runs in CUDA graphs: the resolved `cuda_graphs` option."""
     text_graphs: bool = False
-    """Whether the text encoder runs in CUDA graphs. In contrast to `cuda_graphs`, this does not
-    depend on the width of the transformer, because launches of the text encoder take longer than
-    its kernels.
+    """Whether the text encoder runs in CUDA graphs. Unlike `cuda_graphs`, this setting does not
+    depend on the width of the transformer, because the text encoder's kernels take longer to launch
+    than to run.
     """
     quantization: QuantizationConfig | None = None
     """vLLM's quantization config for the transformer. None: the weights are not quantized."""

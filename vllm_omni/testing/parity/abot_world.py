@@ -2,13 +2,13 @@
 """Compares rollouts, action adapter, images and schedule of ABot-World-0 with golden files.
 
 All sizes are read from `abot_meta.json` and from the metadata and shapes of the recorded tensors. A
-directory may therefore use any sizes, windows, numbers of references, position limits and step
-lists.
+directory of golden files may therefore use any sizes, windows, numbers of references, position
+limits and step lists.
 
 The tolerances in fp32 are 2e-5 for rollouts (including their stages and caches) and for the
 adapter, 0 for counters and resized images, 1e-6 for pixels, 1e-5 for encoded images, 1e-3 for
-timesteps and 1e-6 for sigmas. A rollout in bf16 is repeated with bf16 weights, and its relative L2
-distance may be at most 3e-2.
+timesteps and 1e-6 for sigmas. A bf16 rollout is rerun with bf16 weights, and the relative
+L2 distance of its results may be at most 3e-2.
 """
 
 import json
@@ -94,7 +94,7 @@ def schedule_of(steps: list[int]) -> FewStepSchedule:
 
 
 class _Rollout:
-    """One recorded rollout, which is repeated one forward pass at a time."""
+    """A recorded rollout that is rerun one forward pass at a time."""
 
     def __init__(self, scenario: GoldenScenario) -> None:
         cases = read_json(scenario.directory / _META).get("cases", {})
@@ -130,7 +130,7 @@ class _Rollout:
         self.stages = _Stages(self.model, scenario)
 
     def run_scenario(self) -> None:
-        """Repeat the rollout with the recorded noise and keys. Compare every forward pass and its
+        """Rerun the rollout with the recorded noise and keys. Compare every forward pass and its
         stages, the caches of the last pass, and the clip.
         """
         scenario, case = self.scenario, self.case
@@ -262,8 +262,8 @@ class _Rollout:
         self.scenario.compare("counters", torch.tensor(ours), torch.tensor(theirs), 0.0)
 
     def _compare_caches(self, name: str, frames: range) -> None:
-        """If a forward pass has recorded keys and values, compare those in the window, oldest
-        first.
+        """Compare the keys and values in the window, oldest first, with those that were recorded
+        after the forward pass, if any.
         """
         window, config, scenario = self.window, self.config, self.scenario
         visible = window.visible_frames(frames.stop)
@@ -421,7 +421,9 @@ def run_condition(scenario: GoldenScenario) -> None:
 
 
 def _compare_adapter(scenario: GoldenScenario) -> None:
-    """Compare the action adapter with the recorded one and with its dense evaluation."""
+    """Compare the output of the action adapter with the recorded output and with a dense
+    convolution.
+    """
     prefix = "adapter16.weights."
     stored = {
         name.removeprefix(prefix): scenario.get(name).float()
@@ -449,7 +451,7 @@ def _compare_adapter(scenario: GoldenScenario) -> None:
 
 def recorded_vae(scenario: GoldenScenario) -> StreamingWanVAE:
     """Return the tiny VAE with which the images were encoded. The weights of the VAE are in the
-    scenario's directory, or in the directory `wan22_vae` next to it.
+    scenario's directory, or in a `wan22_vae` directory next to it.
     """
     places = (scenario.directory, scenario.directory.parent / "wan22_vae")
     path = next((place / _VAE_WEIGHTS for place in places if (place / _VAE_WEIGHTS).exists()), None)

@@ -3,7 +3,8 @@
 StreamDiffusionV2, and bidirectional Wan.
 
 All sizes are read from `sf_meta.json`, `sdv2_meta.json` and the shapes of the recorded tensors. A
-directory may therefore use any sizes, windows, chunk lengths, step counts and seeds.
+directory of golden files may therefore use any sizes, windows, chunk lengths, step counts and
+seeds.
 
 The tolerances in fp32 are 1e-5 for each forward pass of a Self-Forcing rollout and for
 bidirectional Wan, and 2e-5 for the stream batch, because its differences accumulate over ticks.
@@ -66,7 +67,7 @@ def verify(golden_dir: Path) -> ComparisonReport:
 
 
 def run_self_forcing(scenario: GoldenScenario) -> None:
-    """Repeat a rollout with the recorded noise and a strict cache. Compare the forward passes, the
+    """Rerun a rollout with the recorded noise and a strict cache. Compare the forward passes, the
     caches and the clip.
     """
     case = _case(scenario, _SF_META)
@@ -250,8 +251,8 @@ def run_bidirectional(scenario: GoldenScenario) -> None:
 
 
 def run_names(scenario: GoldenScenario) -> None:
-    """Check that the rename rules handle the recorded names, and that these match the recorded
-    weights.
+    """Check that the rename rules map the recorded names as expected, and that the mapped names are
+    those of the recorded weights.
     """
     recorded = read_json(scenario.path)
     wrong = [name for name, theirs in recorded.items() if rename(theirs, TRANSFORMER_RULES) != name]

@@ -43,7 +43,7 @@ class ComparisonRow:
     compared: int = 0
     """Number of compared tensors."""
     error: str | None = None
-    """Reason why the scenario could not be run. None: it was run."""
+    """Reason why the scenario could not be run. None: the scenario was run."""
 
     @property
     def ok(self) -> bool:
@@ -52,14 +52,14 @@ class ComparisonRow:
 
 @dataclass
 class ComparisonReport:
-    """Results of one golden directory."""
+    """Results of comparing a model with one directory of golden files."""
 
     model: str
     """Name of the model family."""
     golden: str
     """Directory of the golden files."""
     rows: list[ComparisonRow] = field(default_factory=list)
-    """One entry per stage of a scenario."""
+    """One entry for each stage of each scenario."""
 
     @property
     def ok(self) -> bool:
@@ -119,7 +119,7 @@ class ComparisonReport:
 
 
 class GoldenScenario:
-    """One golden file during its comparison.
+    """A golden file that is being compared.
 
     Every tensor of the file must be read with `get`. If a tensor was not read, `finish` fails the
     scenario.
@@ -205,9 +205,9 @@ class GoldenScenario:
         self.compare(f"{stage}, relative", error, torch.zeros_like(error), tolerance)
 
     def compare_names(self, stage: str, recorded: Mapping[str, Any], wrong: Sequence[str]) -> None:
-        """Record that the names of a stage are equal.
+        """Record a stage in which all names are equal.
 
-        Raises ValueError if any name is `wrong`, or if no name was recorded.
+        Raises ValueError if `wrong` contains names, or if no names were recorded.
         """
         if wrong or not recorded:
             raise ValueError(
@@ -275,7 +275,7 @@ def run_scenarios(
             with torch.no_grad():
                 runner(scenario)
             scenario.finish()
-        # boundary: an error in one file is the result of that file only
+        # boundary: an error in one file must not stop the comparison of the others
         except Exception as error:
             logger.debug("%s failed", path, exc_info=True)
             text = " ".join(str(error).split()) or "no message"
@@ -323,8 +323,8 @@ def fill_slots(
     """Load recorded weights into a model.
 
     Args:
-        slots: `checkpoint_slots` of the model.
-        weights: Recorded tensors, by the same names as `slots`.
+        slots: Result of `checkpoint_slots` for the model.
+        weights: Recorded tensors, keyed by the same names as `slots`.
         where: Name of the file, for error messages.
 
     Raises:

@@ -2,7 +2,8 @@
 """Compares rollouts, camera, image and colour correction of DreamX-World with golden files.
 
 All sizes are read from `dreamx_meta.json` and from the metadata and shapes of the recorded tensors.
-A directory may therefore use any sizes, windows, sinks, chunk lengths, step lists and trajectories.
+A directory of golden files may therefore use any sizes, windows, sinks, chunk lengths, step lists
+and trajectories.
 
 The tolerances in fp32 are 3e-5 for rollouts (including their stages and caches), 0 for counters,
 1e-6 for poses and pixels, 1e-5 for image latents, and 1.5 of 255 levels for the colour correction.
@@ -77,7 +78,7 @@ def verify(golden_dir: Any) -> ComparisonReport:
 
 
 class _Rollout:
-    """One recorded rollout, which is repeated one forward pass at a time."""
+    """A recorded rollout that is rerun one forward pass at a time."""
 
     def __init__(self, scenario: GoldenScenario) -> None:
         cases = read_json(scenario.directory / _META).get("cases", {})
@@ -113,7 +114,7 @@ class _Rollout:
         self.num_calls = 0
 
     def run_scenario(self) -> None:
-        """Repeat the rollout with the recorded noise. Compare every forward pass, its stages, the
+        """Rerun the rollout with the recorded noise. Compare every forward pass, its stages, the
         caches and the clip.
         """
         scenario, case = self.scenario, self.case
@@ -252,7 +253,7 @@ def _pixel_frames(plan: ChunkPlan, num_frames: int) -> list[int]:
 
 
 def _square(rows_N34: torch.Tensor) -> torch.Tensor:
-    """Return matrices [N, 4, 4] from their upper three rows, fp64."""
+    """Return fp64 matrices [N, 4, 4] with the given upper three rows."""
     last = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64).expand(len(rows_N34), 1, 4)
     return torch.cat((rows_N34.double(), last), dim=1)
 
@@ -352,9 +353,9 @@ def run_camera(scenario: GoldenScenario) -> None:
 
 
 def _compare_speed(scenario: GoldenScenario, case: Mapping[str, Any], name: str) -> None:
-    """Compare poses in the convention of the offline model's script, which this package does not
-    serve. In this convention, each action moves the camera by its speed in total, or turns it by
-    ten times as many degrees.
+    """Compare poses in the convention of the script for the offline model, which this package does
+    not serve. In this convention, each action moves the camera by a total distance equal to the
+    speed of the action, or turns the camera by ten times as many degrees.
     """
     yaw = pitch = 0.0
     position, views = torch.zeros(3, dtype=torch.float64), [torch.eye(4, dtype=torch.float64)]
@@ -427,7 +428,7 @@ def run_condition(scenario: GoldenScenario) -> None:
 
 
 def _load_vae(scenario: GoldenScenario) -> StreamingWanVAE:
-    """Return the recorded VAE. The weights of the VAE are in the directory `wan22_vae` next to the
+    """Return the recorded VAE. The weights of the VAE are in a `wan22_vae` directory next to the
     scenario's directory, or in the scenario's directory.
     """
     folders = scenario.directory, scenario.directory.parent / "wan22_vae"

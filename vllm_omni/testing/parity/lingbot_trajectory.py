@@ -29,8 +29,8 @@ class CameraTrajectory:
 
     @property
     def pixel_frames(self) -> int:
-        """Number of video frames of the clip: one for the first latent frame and four for every
-        further latent frame.
+        """Number of video frames of the clip: one for the first latent frame and four for each
+        later latent frame.
         """
         return VAE_TEMPORAL * (len(self.poses_N44) - 1) + 1
 

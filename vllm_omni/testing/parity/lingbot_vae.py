@@ -60,7 +60,7 @@ def run_vae(scenario: GoldenScenario) -> None:
 
 
 def run_vae_names(scenario: GoldenScenario) -> None:
-    """Compare the rename rules with the recorded names."""
+    """Check that the rename rules map each recorded name to the recorded target name."""
     recorded = json.loads(scenario.path.read_text())
     wrong = [name for name, target in recorded.items() if rename(name, VAE_RULES) != target]
     scenario.compare_names("VAE tensor names", recorded, wrong)
@@ -82,7 +82,7 @@ def recorded_vae(scenario: GoldenScenario) -> VAEConfig:
     """Return the configuration of a VAE from the original's arguments.
 
     Raises:
-        ValueError: The original's arguments include an unknown one.
+        ValueError: The original's arguments include an unknown argument.
     """
     cfg = json.loads(scenario.meta("cfg"))
     statistics = {f"latents_{name}": json.loads(scenario.meta(name)) for name in ("mean", "std")}

@@ -2,7 +2,7 @@
 """Compares LingBot-World with golden files: transformer rollouts, camera and schedules.
 
 `lingbot_vae.py` compares the VAE. All sizes are read from the metadata and shapes of the recorded
-tensors, so a directory may use any sizes, windows, chunk lengths and seeds. The recorded weights
+tensors, so golden files may use any sizes, windows, chunk lengths and seeds. The recorded weights
 have their original names.
 
 In fp32, the tolerance is 2e-5 for flow and K/V. The fp32 tolerance for latents is 1e-4, because
@@ -98,7 +98,7 @@ def verify(golden_dir: Path) -> ComparisonReport:
 
 
 def run_rollout(scenario: GoldenScenario) -> None:
-    """Repeat a rollout over several chunks with the recorded noise. Compare all recorded stages."""
+    """Rerun a rollout over several chunks with the recorded noise. Compare all recorded stages."""
     values = json.loads(scenario.meta("cfg"))
     config = LingBotWorldConfig.from_checkpoint(values)
     bf16 = any(name in scenario.meta("dtype") for name in ("bf16", "bfloat16"))
@@ -165,9 +165,10 @@ def run_rollout(scenario: GoldenScenario) -> None:
 
 
 def run_pretrain(scenario: GoldenScenario) -> None:
-    """Repeat a rollout of the model before distillation.
+    """Rerun a recorded rollout of the model before distillation.
 
-    Such a rollout uses two caches, guidance, and a multi-step solver that restarts with each chunk.
+    A rollout of this model uses two caches, guidance, and a multi-step solver that restarts with
+    each chunk.
     """
     config = LingBotWorldConfig.from_checkpoint(values := json.loads(scenario.meta("cfg")))
     if (float(scenario.meta("guidance")), int(scenario.meta("steps"))) != (
@@ -294,13 +295,13 @@ def _recorded_schedule(scenario: GoldenScenario) -> FewStepSchedule:
     """Compare the timesteps of the schedule for the recorded shift and indices, and return the
     schedule.
 
-    Integer timesteps indicate the convention `original`.
+    Integer timesteps indicate the `original` convention.
     """
     timesteps = scenario.get("sched.timesteps")
     convention = "exact" if timesteps.is_floating_point() else "original"
     indices = json.loads(scenario.meta("index"))
     schedule = few_step_schedule(convention, float(scenario.meta("shift")), indices)  # type: ignore[arg-type]
-    tolerance = 1e-3 if convention == "exact" else 0.0  # floats may come from fp32
+    tolerance = 1e-3 if convention == "exact" else 0.0  # float timesteps may be computed in fp32
     scenario.compare(
         "timesteps", torch.tensor(schedule.timesteps, dtype=torch.float64), timesteps, tolerance
     )
@@ -403,8 +404,8 @@ def _compare_actions(scenario: GoldenScenario, height: int, width: int) -> None:
 
 
 def run_act_condition(scenario: GoldenScenario) -> None:
-    """Compare an uploaded path that includes keys: the poses and keys per latent frame, and their
-    map.
+    """Compare an uploaded camera path with keys: the relative poses and keys of each latent frame,
+    and the action map that is computed from them.
     """
     height, width = json.loads(scenario.meta("size"))
     recorded = scenario.get("wasd_latent")
@@ -478,8 +479,8 @@ def _compare_exact(
 ) -> None:
     """Compare with a table of the `exact` convention.
 
-    If all values of the table are fp32 values, the table was computed in fp32 and must be
-    bit-identical.
+    If all values of the table can be represented in fp32, the table was computed in fp32 and must
+    be bit-identical.
     """
     default = (0, 250, 500, 750) if "v2" in name else (0, 179, 358, 679)
     indices = [

@@ -3,7 +3,8 @@
 tensor names.
 
 All sizes are read from `mg_meta.json` and from the metadata and shapes of the recorded tensors. A
-directory may therefore use any sizes, windows, chunk lengths, step lists and variants.
+directory of golden files may therefore use any sizes, windows, chunk lengths, step lists and
+variants.
 
 The tolerances in fp32 are 2e-5 for rollouts and their stages, 0 for counters, 1e-6 for pixels, 1e-5
 for the encoded condition and CLIP's hidden states, 5e-5 for decoded frames, one level for uint8
@@ -93,7 +94,7 @@ def verify(golden_dir: Path) -> ComparisonReport:
 
 
 class _Rollout:
-    """One recorded rollout, which is repeated one forward pass at a time."""
+    """A recorded rollout that is rerun one forward pass at a time."""
 
     def __init__(self, scenario: GoldenScenario) -> None:
         cases = read_json(scenario.directory / _META).get("cases", {})
@@ -128,7 +129,7 @@ class _Rollout:
         self.calls = RecordedCalls(scenario, self.case["calls"], _FLOW)
 
     def run_scenario(self) -> None:
-        """Repeat the rollout with the recorded noise and actions. Compare every forward pass with
+        """Rerun the rollout with the recorded noise and actions. Compare every forward pass with
         its stages and caches, and the clip.
         """
         scenario, case = self.scenario, self.case

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that the comparisons of several families share to repeat a recorded rollout.
+"""Functions for rerunning recorded rollouts, shared by the comparisons of several families.
 
 Recorded K/V caches have the layout of the original implementations, so `chronological` converts a
 `KVWindow` to this layout before the comparison.
@@ -43,7 +43,7 @@ def recorded_layers(scenario: GoldenScenario, prefix: str) -> list[int]:
 
 
 def clean_latents(x: torch.Tensor, flow: torch.Tensor, sigma: float) -> torch.Tensor:
-    """Return x0 of noisy latents and their flow, computed in fp64."""
+    """Return x0, computed in fp64 from noisy latents and their flow."""
     return (x.double() - sigma * flow.double()).float()
 
 
@@ -69,7 +69,7 @@ class RecordedCalls:
 
     @property
     def name(self) -> str:
-        """Prefix that the tensors of the next forward pass have in their names."""
+        """Prefix of the tensor names of the next forward pass."""
         return f"call{self._done:02d}"
 
     def compare(
@@ -97,7 +97,7 @@ class RecordedCalls:
         return call
 
     def finish(self) -> None:
-        """Raise ValueError if more forward passes were recorded than the rollout has made."""
+        """Raise ValueError if more forward passes were recorded than the rollout has run."""
         if self._done != len(self._calls):
             raise ValueError(
                 f"{len(self._calls)} calls are recorded, the rollout makes {self._done}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares Wan 2.2's autoencoder and its tiny decoder with golden files.
 
-All sizes are read from the metadata and shapes of the recorded tensors, so a directory may use any
+All sizes are read from the metadata and shapes of the recorded tensors, so golden files may use any
 sizes, chunks and seeds. Tensors that a file lacks are not compared. The tolerances are 1e-5 for the
 encoder, 5e-5 for the decoder, one level for uint8 frames and 2e-5 for the tiny decoder. A stream
 that is continued from a snapshot or split differently must equal the uninterrupted stream bit for
@@ -45,8 +45,8 @@ _ENCODER, _DECODER, _TINY = 1e-5, 5e-5, 2e-5
 _LEVEL = 1.0
 """Tolerance for uint8 frames, in levels."""
 _ROUNDING = 4e-6
-"""Minimum tolerance for an activation, relative to its largest recorded value. The value equals 32
-roundings of fp32.
+"""Minimum tolerance for an activation, relative to its largest recorded value. The value
+corresponds to 32 fp32 rounding errors.
 """
 _VAE_WEIGHTS = "wan22_vae_tiny_weights*.safetensors"
 _TINY_WEIGHTS = "taew22_tiny_weights*.safetensors"
@@ -70,7 +70,7 @@ def recorded_vae(metadata: dict[str, str]) -> VAEConfig:
     """Return the configuration of a VAE from the original's arguments in a file's metadata.
 
     Raises:
-        ValueError: The original's arguments include an unknown one.
+        ValueError: The original's arguments include an unknown argument.
     """
     fields = {
         "dim": "base_dim",
@@ -219,7 +219,9 @@ def _compare_decoder(scenario: GoldenScenario, vae: StreamingWanVAE) -> None:
 def _compare_continued(
     scenario: GoldenScenario, decode: Callable[..., Any], z: torch.Tensor, whole: torch.Tensor
 ) -> None:
-    """Check that a stream continues bit for bit from a copy of its state after each latent."""
+    """Check that a stream that continues from a copy of its state is bit-identical, for the state
+    after each latent.
+    """
     cache = None
     for index in range(1, z.shape[2]):
         _, cache = decode(z[:, :, index - 1 : index], cache)
@@ -263,7 +265,7 @@ class _Judge:
 
 @contextmanager
 def _results(modules: dict[str, nn.Module]) -> Iterator[dict[str, list[torch.Tensor]]]:
-    """Context manager that collects the results of modules while it is open."""
+    """Context manager that collects the outputs of the modules that are called within it."""
     results: dict[str, list[torch.Tensor]] = {name: [] for name in modules}
 
     def store(name: str) -> Callable[[nn.Module, Any, torch.Tensor], None]:
@@ -327,7 +329,7 @@ def run_tiny_vae(scenario: GoldenScenario) -> None:
 
 
 def _unit(pixels_1CTHW: torch.Tensor) -> torch.Tensor:
-    """Return pixels in the recorded form, [1, T, C, H, W] in [0, 1]."""
+    """Return pixels in the recorded layout [1, T, C, H, W] and range [0, 1]."""
     return ((pixels_1CTHW + 1) / 2).transpose(1, 2)
 
 
@@ -355,7 +357,7 @@ def _tensor_names(path: Path) -> set[str]:
 
 
 def run_names(scenario: GoldenScenario) -> None:
-    """Compare the names and sizes of the released network's tensors with ours."""
+    """Compare the tensor names and sizes of the released network with those of this package."""
     recorded = json.loads(scenario.path.read_text())
     names = recorded["key_map_orig_to_diffusers"]
     wrong = [name for name, target in names.items() if rename(name, VAE_RULES) != target]

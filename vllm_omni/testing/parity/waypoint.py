@@ -77,7 +77,7 @@ def rounded(tables: FrequencyTables) -> FrequencyTables:
 
 
 class WaypointRollout:
-    """One recorded session, which is repeated frame by frame."""
+    """A recorded session that is rerun frame by frame."""
 
     def __init__(self, scenario: GoldenScenario) -> None:
         self.scenario = scenario
@@ -105,7 +105,7 @@ class WaypointRollout:
 
     @classmethod
     def run_scenario(cls, scenario: GoldenScenario) -> None:
-        """Repeat the session and compare all recorded stages."""
+        """Rerun the session and compare all recorded stages."""
         rollout = cls(scenario)
         rollout.compare_tables()
         frames = json.loads(scenario.meta("frames"))
@@ -113,8 +113,8 @@ class WaypointRollout:
             rollout.frame(index, frame, prompt=int(2 * index >= len(frames)))
 
     def compare(self, stage: str, ours: torch.Tensor, name: str, tolerance: float = _FP32) -> None:
-        """Compare a tensor with the recorded tensor `name`, if it exists. In bf16, they are
-        compared by relative L2 distance.
+        """Compare a tensor with the recorded tensor `name`, if it exists. In bf16, the tensors
+        are compared by relative L2 distance.
         """
         if name not in self.scenario:
             return
@@ -227,7 +227,7 @@ class WaypointRollout:
         return velocity
 
     def controls(self, recorded: dict[str, Any]) -> torch.Tensor:
-        """Convert a recorded controller state to an `ActionFrame`, and this to the network's
+        """Convert a recorded controller state to an `ActionFrame`, and then to the network's
         input.
         """
         space = action_space(self.config)
@@ -334,7 +334,7 @@ def run_image_autoencoder(scenario: GoldenScenario) -> None:
 
 
 def _compare_pixels(scenario: GoldenScenario, pixels: torch.Tensor, name: str) -> None:
-    """Compare uint8 frames. A small share of the values may differ by one level."""
+    """Compare uint8 frames. A small fraction of the values may differ by one level."""
     recorded = scenario.get(name)
     scenario.compare("frames, levels", pixels, recorded, _LEVELS)
     share = (pixels != recorded).double().mean()

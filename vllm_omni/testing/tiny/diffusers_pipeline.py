@@ -37,8 +37,8 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
 
 
 def _redraw(transformer: torch.nn.Module, seed: int) -> None:
-    """Draw the matrices again with larger values than the classes use, so that prompt and guidance
-    affect the result.
+    """Reinitialise the matrices with larger values than the classes use, so that prompt and
+    guidance affect the result.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

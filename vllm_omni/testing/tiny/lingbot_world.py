@@ -3,7 +3,7 @@
 
 The values of a tensor depend only on the seed and its name, so all layouts of a given seed contain
 the same model, with three exceptions: the heads of `v2_1_3b` must have the released size, and `act`
-and `world` have different controls. The layout `world` also contains a world description, start
+and `world` have different controls. The `world` layout also contains a world description, start
 images and an occupancy grid. Sizes are divisible by 2, and most of them by 4, so that the model can
 run on several ranks. The weights are scaled so that each input (camera, prompt, condition) changes
 the frames visibly and the values remain finite in long sessions.
@@ -143,7 +143,7 @@ def _write_world(out: Path, seed: int) -> None:
             )
         )
     cells = torch.zeros(200, 200, dtype=torch.bool)
-    cells[50:70] = True  # the wall reaches from z = 3 m to z = 5 m
+    cells[50:70] = True  # the wall extends from z = 3 m to z = 5 m
     OccupancyGrid(cells, _WORLD_SIDE_M).write(out / "grid.png")
     description = WorldDescription(
         domain="tiny",

@@ -164,10 +164,10 @@ def write_qwen_tokenizer(folder: Path) -> dict[str, int]:
 def write_t5_tokenizer(folder: Path) -> int:
     """Write a tokenizer with the files, special tokens and byte fallback of umt5-xxl's tokenizer.
 
-    The tokenizer is that of the demo world, which was trained on twenty sentences with
-    sentencepiece 0.2.3. The tokenizer is copied instead of trained again, because another version
-    of sentencepiece would produce another vocabulary, and random checkpoints of the same seed would
-    then differ.
+    The tokenizer is a copy of the demo world's tokenizer, which was trained on twenty sentences
+    with sentencepiece 0.2.3. The tokenizer is copied instead of trained again, because another
+    version of sentencepiece would produce a different vocabulary, and random checkpoints of the
+    same seed would then differ.
 
     Returns:
         Number of tokens in the vocabulary.

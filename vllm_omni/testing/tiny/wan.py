@@ -168,7 +168,7 @@ def write_original_clip(out: Path, seed: int) -> None:
 
 
 def write_diffusers_clip(out: Path, seed: int) -> None:
-    """Write the directory `image_encoder` of a diffusers checkpoint (`CLIPVisionModel`)."""
+    """Write the `image_encoder` directory of a diffusers checkpoint (`CLIPVisionModel`)."""
     tensors: Tensors = {}
     for name, tensor in _clip_tensors(seed).items():
         stacked = ".to_qkv." in name

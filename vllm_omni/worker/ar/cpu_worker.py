@@ -20,7 +20,8 @@ class ARCPUModelRunner(ARModelRunnerV1Mixin, CPUModelRunner):
     """vLLM's V1 runner for CPUs, extended to return hidden states."""
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:  # type: ignore[override]
-        """Sample without the generators of requests whose prompt has not been computed completely.
+        """Sample without the random generators of requests whose prompts have not been fully
+        computed.
 
         A step that computes only part of a prompt also samples a token, which is discarded. vLLM
         then rewinds the request's generator by an offset, which CPU generators do not support, and

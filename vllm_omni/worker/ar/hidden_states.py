@@ -4,7 +4,8 @@
 The collector stores the `HiddenStatesRequest` of each request from its first step to its end, and
 copies the requested hidden states of each step to the host. The collector does not depend on the
 runner generation: a mixin (`ar/runner.py`) passes one `StepHiddenStates` per step. If no request
-asks for hidden states, a step costs only the check of an empty dict, and no memory.
+asks for hidden states, the collector only checks an empty dict in each step and allocates no
+memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,8 +57,8 @@ class HiddenStateCollector:
         num_layers: Number of blocks of the model.
         layers: Indices of the available layers. The index of the last layer is `num_layers`.
         refusal: Reason why this configuration cannot return hidden states, or None if it can.
-        copies: Whether this rank copies hidden states, because its output reaches a scheduler.
-            Other ranks only track requests.
+        copies: Whether this rank copies hidden states, which is the case if its output reaches a
+            scheduler. All other ranks only track requests.
     """
 
     def __init__(
@@ -121,9 +122,10 @@ class HiddenStateCollector:
         return layer if layer >= 0 else self.num_layers + 1 + layer
 
     def copy_step(self, step: StepHiddenStates) -> "CopiedHiddenStates":
-        """Start copying the requested hidden states of a step before they are overwritten.
+        """Start copying the requested hidden states of a step, before the next step overwrites
+        them.
 
-        Requests for the same layers are copied together.
+        Hidden states of requests for the same layers are copied together.
         """
         wanted: dict[tuple[int, ...], list[_Slice]] = {}
         errors: dict[int, torch.Tensor] = {}
@@ -178,7 +180,9 @@ class _Slice:
 
 
 def _positions_to_skip(requested: _Requested, num_computed: int, count: int, drafts: int) -> int:
-    """Return how many of a request's first rows in this step the client did not request."""
+    """Return the number of leading rows of a request in this step that the client did not
+    request.
+    """
     if requested.request.hidden_states == "all":
         return 0
     if requested.request.hidden_states == "generated":
@@ -189,7 +193,7 @@ def _positions_to_skip(requested: _Requested, num_computed: int, count: int, dra
 
 
 class _Copy:
-    """Copy of the hidden states of requests for the same layers to the host.
+    """Copy, on the host, of the hidden states of all requests for the same layers.
 
     The copy is a tensor `[num_rows, num_layers, hidden_size]`.
     """

@@ -35,15 +35,16 @@ class LayerTaps:
     layers: tuple[int, ...]
     """Indices of the auxiliary layers, in the order in which the forward pass returns them."""
     installed: bool
-    """Whether `install` configured the auxiliary layers. False if a drafter configured them, or if
-    there are none.
+    """Whether `install` configured the auxiliary layers. False if a drafter configured the
+    auxiliary layers, or if there are none.
     """
 
     @classmethod
     def install(
         cls, vllm_config: VllmConfig, model: nn.Module, drafter_reads_layers: bool
     ) -> "LayerTaps":
-        """Make the forward pass of a newly loaded model return the layers named in the options.
+        """Make the forward pass of a newly loaded model return the hidden states of the layers
+        named in the options.
 
         Args:
             vllm_config: Configuration of the engine.
@@ -81,7 +82,7 @@ class LayerTaps:
         return cls(num_layers, wanted, installed=True)
 
     def named(self, returned: Sequence[torch.Tensor] | None) -> dict[int, torch.Tensor]:
-        """Return the auxiliary tensors from the forward pass by layer index."""
+        """Return the auxiliary hidden states of a forward pass by layer index."""
         return (
             dict(zip(self.layers, returned, strict=True))
             if returned is not None and self.layers
@@ -119,7 +120,7 @@ def _check_combination(vllm_config: VllmConfig, model: nn.Module) -> None:
 
 def _layered(model: nn.Module) -> Any:
     """Return the module that can return auxiliary layers: the model itself or its language model.
-    The result is None if neither can."""
+    The result is None if neither supports auxiliary layers."""
     if supports_eagle3(model):
         return model
     inner = model.get_language_model() if isinstance(model, SupportsMultiModal) else None

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AR model runner: vLLM's own runner, whose output also contains the requested hidden states.
+"""AR model runner: vLLM's own runner, extended to return the requested hidden states in its output.
 
-There is one mixin per runner generation. A mixin overrides hooks and calls `super()`. V1 is used on
-CPUs and for old configurations; V2 is the default on CUDA. vLLM's preparation, forward pass,
-sampling, speculation and expert balancing are unchanged. The mixins copy hidden states between
-`execute_model` and `sample_tokens`, when the hidden states of a step exist but its tokens do not.
-The mixins must not change any other field of the output
+There is one mixin per runner generation. A mixin overrides hooks and calls `super()`. The V1 runner
+is used on CPUs and for old configurations; the V2 runner is the default on CUDA. vLLM's
+preparation, forward pass, sampling, speculation and expert balancing are unchanged. The mixins copy
+hidden states between `execute_model` and `sample_tokens`, when the hidden states of a step exist
+but its tokens have not been sampled yet. The mixins must not change any other field of the output
 (tests/worker/test_ar_gpu_model_runner.py). The available layers are determined when the model is
 loaded (`_make_collector`).
 """
@@ -72,8 +72,8 @@ class _HiddenStatesMixin(_Runner):
         return taken.attach_to_output(output)
 
     def _copy_hidden_states(self) -> CopiedHiddenStates | None:
-        """Start copying the hidden states of the current step. Returns None if this rank has
-        none.
+        """Start copying the hidden states of the current step. Returns None if this rank has no
+        hidden states.
         """
         raise NotImplementedError
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ARWorkerMixin`: additions to vLLM's worker that are the same on CUDA and CPU.
+"""`ARWorkerMixin`: additions to vLLM's worker that CUDA and CPU have in common.
 
 The mixin checks the engine arguments before the model is loaded, because vLLM's own models have no
-config hook of this package. It also provides statistics for `collective_rpc`.
+config hook of this package. The mixin also provides statistics for `collective_rpc`.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RankAgreement`: decisions that must be the same on all ranks of an engine, and the corresponding
-messages.
+"""`RankAgreement`: decisions that must be the same on all ranks of an engine, and the messages by
+which the ranks agree.
 
-All ranks receive the same batches, but each may refuse a request on its own, for example for lack
-of memory. A forward pass contains collectives, so all ranks must run it for the same requests.
+All ranks receive the same batches, but a single rank may refuse a request, for example for lack of
+memory. A forward pass contains collectives, so all ranks must run it for the same requests.
 Therefore, the ranks agree on each request before its first step: tensor-parallel ranks use a gloo
 all-reduce, and pipeline stages send a mask along with the hidden states. This module does not
 depend on a model.
@@ -37,7 +37,7 @@ class RankAgreement:
         self._tensor = tensor
         self._world = world
         self.several: bool = tensor.world_size > 1
-        """Whether agreement within a stage is needed, because several ranks share its layers."""
+        """Whether several ranks share the layers of a stage, so that they have to agree."""
 
     # within a step
 
@@ -50,8 +50,8 @@ class RankAgreement:
         return [int(flag) for flag in received[_MASK].tolist()[: len(states)]]
 
     def indices(self, states: Sequence[RequestState], mask: Sequence[int] | None) -> dict[str, int]:
-        """Return the chunk indices of the requests that take part, by request id. The result is
-        empty on the first stage."""
+        """Return the chunk indices of the requests that take part in this step, by request id. The
+        result is empty on the first stage."""
         if mask is None:
             return {}
         return {
@@ -70,8 +70,8 @@ class RankAgreement:
     ) -> list[RequestState]:
         """Return the requests that take part in the collectives of this step.
 
-        A request takes part unless a rank has refused it or holds it back. Refused requests are
-        marked as failed.
+        A request takes part in the step unless a rank has refused the request or holds it back.
+        Refused requests are marked as failed.
 
         Args:
             states: The requests of the batch.
@@ -164,7 +164,7 @@ class RankAgreement:
         """Add a LoRA adapter on all ranks or on none (collective).
 
         If loading fails, only the last rank raises an exception, because vLLM's executor reads
-        replies in order of rank and does not read any after an error.
+        replies in order of rank and reads no further replies after an error.
 
         Raises:
             ValueError: A rank could not load the adapter. The message is one line.
@@ -214,7 +214,7 @@ class RankAgreement:
     def clock(self) -> float:
         """Return the time in seconds.
 
-        With several ranks, the time is constant, so no session ever counts as idle. The clocks of
-        ranks differ, but eviction must be the same on all ranks.
+        With several ranks, the returned time is constant, so no session ever counts as idle. The
+        reason is that the clocks of ranks differ, but eviction must be the same on all ranks.
         """
         return time.monotonic() if self._world.world_size == 1 else 0.0

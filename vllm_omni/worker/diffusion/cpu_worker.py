@@ -29,7 +29,7 @@ class DiffusionCPUWorker(DiffusionWorkerMixin, CPUWorker):  # type: ignore[misc]
     def init_device(self) -> None:
         if "OMP_NUM_THREADS" not in os.environ:  # neither the user nor vLLM's binding set a number
             torch.set_num_threads(num_cores())
-        super().init_device()  # afterwards, vLLM prevents changes of the number of threads
+        super().init_device()  # afterwards, vLLM prevents changes to the number of threads
         logger.info("this rank uses %d CPU threads", torch.get_num_threads())
         self.model_runner = self._make_model_runner()  # because CPUWorker hard-codes its runner
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finishes chunks on one rank: check, decode, commit, deliver.
+"""Finishes chunks on one rank: checks, decodes, commits and delivers them.
 
 On the rank with the last layers, `ChunkEnd` checks a chunk, decodes it, commits it to its session
 and delivers its result. All other ranks commit or fail the chunk when a message from that rank
@@ -41,7 +41,7 @@ class ResultStream:
     Args:
         device: Device of the decode.
         overlap: Whether to use a separate CUDA stream.
-        overlaps_steps: Whether denoise steps run on the same device, which is not so on a VAE
+        overlaps_steps: Whether denoise steps run on the same device, which is not the case on a VAE
             stage. If true, the decode has a higher priority than the steps, because a client is
             waiting for its frames.
     """
@@ -61,7 +61,7 @@ class ResultStream:
     ) -> list[PendingResult]:
         """Launch a decode and the copy of its tensors to the host.
 
-        This method must be called before the next chunk changes a session.
+        This method must be called before the next chunk of a session changes the session.
 
         Args:
             requests: Chunks to decode.
@@ -113,9 +113,10 @@ class ChunkEnd:
         in_flight: Chunks in flight on the rank.
         results: CUDA stream on which frames are decoded.
         decodes: Whether this rank decodes in addition to running layers.
-        shares_decode: Whether the ranks that share layers decode together, each of them one band of
-            the frame.
-        overlap: Whether a result is returned in an engine step after the last step of the chunk.
+        shares_decode: Whether the ranks that share layers decode together, so that each rank
+            decodes one band of the frame.
+        overlap: Whether the result of a chunk is returned in a later engine step than the one that
+            runs the chunk's last step.
     """
 
     def __init__(
@@ -209,11 +210,11 @@ class ChunkEnd:
                 state.pending = result
 
     def finish(self, state: RequestState, outputs: dict[str, torch.Tensor]) -> None:
-        """Check, decode and commit a chunk. On the last stage, chunks are committed only here.
+        """Check, decode and commit a chunk. On the last stage, only this method commits chunks.
 
         Args:
             state: Request of the chunk.
-            outputs: Receives the result by request id.
+            outputs: Dict that receives the result, by request id.
         """
         request = state.chunk
         assert request is not None
@@ -249,8 +250,8 @@ class ChunkEnd:
         self.committed.append(request.request_id)
 
     def release_result(self, state: RequestState, outputs: dict[str, torch.Tensor]) -> None:
-        """Deliver the result of a committed chunk now. With `overlap`, it is delivered in a later
-        engine step."""
+        """Deliver the result of a committed chunk: immediately, or in a later engine step with
+        `overlap`."""
         if state.pending is None:
             outputs[state.request_id] = pack({})
         elif self._overlap:
@@ -307,8 +308,8 @@ class ChunkEnd:
                 outputs[state.request_id] = pack_error(state.failure.code, state.failure.message)
 
     def decode(self, state: RequestState) -> None:
-        """Launch the decode of a chunk that has not failed. An error of the decode is stored in
-        `decode_failure`.
+        """Launch the decode of a chunk that has not failed. If the decode raises an error, the
+        error is stored in `decode_failure`.
 
         Ranks with layers fail the chunk only at its last step, because other ranks depend on the
         forward passes of the chunk until then.

@@ -25,9 +25,9 @@ class DiffusionGPUWorker(DiffusionWorkerMixin, Worker):
         # read when the CUDA context is created.
         os.environ.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")
         if self.parallel_config.pipeline_parallel_size > 1:
-            # Receives from other stages wait on the device, and streams that share a hardware queue
-            # wait for each other. By default there are 8 queues, but a stage has more streams. The
-            # variable is read when the CUDA context is created.
+            # Operations that receive from other stages wait on the device, and streams that share a
+            # hardware queue wait for each other. By default there are 8 hardware queues, but a
+            # stage has more streams. The variable is read when the CUDA context is created.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         if not self.vllm_config.model_config.enable_sleep_mode:
             # A decoder allocates and frees buffers of many sizes, while tens of GiB of other memory

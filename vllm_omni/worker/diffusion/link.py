@@ -18,9 +18,9 @@ and in batch order, so a FIFO of posted receives is sufficient.
 
 CUDA does not guarantee concurrency between streams: streams that share a hardware queue wait for
 each other. Every rank therefore issues its transfers in batch order, and for each batch it issues
-the hidden states before the return message. A transfer then only waits for earlier transfers.
-Because of this order, `listen` posts the receives of return messages after the hidden states have
-been sent.
+the hidden states before the return message. In this order, a transfer waits only for earlier
+transfers. Because of this order, `listen` posts the receives of return messages after the hidden
+states have been sent.
 """
 
 from collections import deque
@@ -61,7 +61,9 @@ class ChunkNote(msgspec.Struct, frozen=True):
     done: bool
     """Whether the ranks with layers have committed the chunk."""
     info: dict[str, Any] = {}
-    """Data of the model that is sent together with final latents; otherwise empty."""
+    """Model-specific data that is sent together with final latents; empty if the latents are not
+    final.
+    """
     timings_ms: dict[str, list[float]] = {}
     """Stage timings of the ranks with layers in milliseconds; empty until the chunk is `done`."""
 
@@ -208,8 +210,8 @@ class ReturnChannel:
         dist.all_gather_object(columns, self._ranks)
         backend = "nccl" if device.type == "cuda" else "gloo"
         self._groups: dict[int, Any] = {}
-        # There is one group of two ranks for each column and earlier stage, so that the messages of
-        # different pairs do not wait for each other.
+        # There is one group of two ranks for each pipeline (column) and each of its earlier stages,
+        # so that the messages of different pairs do not wait for each other.
         for column in sorted({tuple(column) for column in columns}):
             for stage, rank in enumerate(column[:-1]):
                 group = dist.new_group([rank, column[-1]], backend=backend)
@@ -259,7 +261,7 @@ class ReturnChannel:
         ]
         self._sends.append((message, works))
         while self._sends and all(work.is_completed() for work in self._sends[0][1]):
-            self._sends.popleft()  # frees the buffer, which must exist until it has been sent
+            self._sends.popleft()  # frees the buffer, which had to exist until it was sent
 
     def expect(self, requests: Sequence[DiffusionRequest]) -> None:
         """Register a batch whose return message is expected.

@@ -11,10 +11,10 @@ kills the ranks earlier; docs/how_to/operations.md ("Who watches whom") compares
 
 A heartbeat only proves that a process runs, not that its main thread makes progress. vLLM handles a
 step that hangs on the device (`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`). A process that was itself
-stopped (by a debugger, Ctrl-Z or a suspended machine) restarts its timers. If a rank of several has
-to exit, it exits through `end_rank`, even if its own work has failed (`failing_together`). This
-module does not depend on a model or on the scheduler. torch and vLLM, whose process groups define
-the ranks, are imported only where they are used.
+stopped (by a debugger, Ctrl-Z or a suspended machine) restarts its timers. If one of several ranks
+has to exit, it exits through `end_rank`, also when the cause is a failure of its own work
+(`failing_together`). This module does not depend on a model or on the scheduler. torch and vLLM,
+whose process groups define the ranks, are imported only where they are used.
 """
 
 import contextlib
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm." + __name__)
 
 _OWN_GAP_BEATS = 4
-"""Number of heartbeats by which the watchdog's own thread may be delayed. After a longer delay, it
-cannot judge whether other ranks were silent.
+"""Number of heartbeats by which the watchdog's own thread may be delayed. After a longer delay, the
+watchdog cannot judge whether other ranks were silent.
 """
 _GRACE_BEATS = 4
-"""Number of heartbeats that a rank waits after another rank has exited. In an orderly shutdown, the
-ranks exit one after the other, and the watchdog of this rank is stopped during the wait.
+"""Number of heartbeats that a rank waits after another rank has exited before it exits as well. In
+an orderly shutdown, ranks exit one at a time, so this rank's watchdog is stopped within this time.
 """
 
 
@@ -94,7 +94,7 @@ class Watchdog:
         ends: dict[int, PeerRank] = {}
         for peer in self.peers:
             if peer.machine == self.machine:
-                with contextlib.suppress(OSError):  # if it has exited, its silence is detected
+                with contextlib.suppress(OSError):  # an exited rank is detected by its silence
                     ends[os.pidfd_open(peer.pid)] = peer
         try:
             self._watch(ends)
@@ -113,8 +113,8 @@ class Watchdog:
         ended: tuple[float, PeerRank] | None = None
         while not self._stop.is_set():
             for peer in self.peers:
-                # If the buffer is full, the next heartbeat is sent. If the address is dead, the
-                # silence of the rank is detected.
+                # If the buffer is full, only this heartbeat is lost. If the address is dead, the
+                # rank is detected by its silence.
                 with contextlib.suppress(OSError):
                     self.listen.sendto(beat, peer.address)
             ready = {descriptor for descriptor, _ in poll.poll(self.beat_s * 1e3)}
@@ -198,7 +198,7 @@ def failing_together(*, heard: bool) -> Iterator[None]:
 
 
 def runs_steps() -> bool:
-    """Return whether vLLM's executors read the result or the exception of a step from this rank."""
+    """Return whether vLLM's executors read this rank's result or exception of a step."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     return get_pp_group().is_last_rank and get_tp_group().is_first_rank

@@ -4,9 +4,9 @@
 vLLM profiles memory only for models with KV cache groups. A diffusion runner has no such groups, so
 this module computes the budget: the fraction `--gpu-memory-utilization` of the GPU's memory, minus
 the weights, and minus the peak of a warm-up chunk of the largest shape. If
-`--kv-cache-memory-bytes` is given, it is the budget, as for vLLM's own cache. As in vLLM's
-profiling, memory that was in use before this rank's worker started (by another engine on the same
-GPU) does not count.
+`--kv-cache-memory-bytes` is given, its value is the budget, as it is for vLLM's own cache. As in
+vLLM's profiling, memory that was in use before this rank's worker started (for example by another
+engine on the same GPU) is not counted as used by this rank.
 """
 
 from collections.abc import Iterator

@@ -13,11 +13,12 @@ from itertools import pairwise
 import torch
 
 SLOW_STEP_MS = 50.0
-"""Minimum duration of a slow step in milliseconds. The next step is launched only shortly before a
-slow step ends, so that an abort takes effect within one step."""
+"""Minimum duration in milliseconds for a step to count as slow. The step after a slow step is
+launched only shortly before the slow step ends, so that an abort takes effect within one step."""
 SLOW_STAGE_MS = 150.0
-"""Minimum duration of a slow step in milliseconds with several pipeline stages. The value is larger
-than `SLOW_STEP_MS`, because a step takes three times as long to pass through all processes.
+"""Minimum duration in milliseconds for a step to count as slow if there are several pipeline
+stages. The value is larger than `SLOW_STEP_MS`, because a step takes three times as long to pass
+through all processes.
 """
 LEAD = 0.2
 """Time before the expected end of a slow step at which the next step is launched, as a fraction of
@@ -34,7 +35,7 @@ minimum, because the first and last steps of a chunk take longer.
 
 class StepPacer:
     """Prevents the host from running more than one step ahead of the device. If steps are slow, the
-    host runs ahead by only the fraction `LEAD`.
+    host runs ahead only by the time that `LEAD` defines.
 
     The time between two results on the host is therefore not the duration of a step; use `before_s`
     instead.
@@ -58,7 +59,7 @@ class StepPacer:
         self._expected_end_s = 0.0
 
     def launching(self) -> None:
-        """Note that a step is about to be launched. Call this method before launching a step.
+        """Record that a step is about to be launched. Call this method before launching a step.
 
         The device time of the step is measured for `before_s`, unless several stages share the
         step.
@@ -69,10 +70,10 @@ class StepPacer:
             self._start_step = start, time.perf_counter()
 
     def launched(self, *, moves: bool = True) -> None:
-        """Note that a step has been launched. Call this method after launching a step.
+        """Record that a step has been launched. Call this method after launching a step.
 
         Args:
-            moves: Whether the step advances any chunk. If it only collects results, there is
+            moves: Whether the step advances any chunk. If the step only collects results, there is
                 nothing to wait for.
         """
         if self._cuda:
@@ -108,8 +109,8 @@ class StepPacer:
 
         Args:
             may_continue: Function that is polled while waiting for a slow step. The wait ends when
-                it returns True, for example because a result can be delivered. The host stays at
-                most one step ahead of the device in any case.
+                the function returns True, for example because a result can be delivered. The host
+                stays at most one step ahead of the device in any case.
 
         Returns:
             Whether `may_continue` ended the wait.
@@ -132,6 +133,6 @@ class StepPacer:
             if may_continue():
                 return True
             time.sleep(min(left_s, _POLL_S))
-        if last.query():  # keeps a late estimate from delaying the estimates of later steps
+        if last.query():  # prevents a late estimate from delaying the estimates of later steps
             self._expected_end_s = min(self._expected_end_s, time.perf_counter())
         return False

@@ -6,8 +6,8 @@ role (`roles/`) is chosen once at startup; it defines the work of this rank and 
 other ranks. The runner has no vLLM base class: `surface.py` implements vLLM's runner interface.
 This module does not depend on a model or on sockets.
 
-Invariants (tests/worker/test_diffusion_model_runner.py, test_decode_before_clean_pass.py there,
-tests/engine/):
+Invariants, tested in tests/worker/test_diffusion_model_runner.py,
+tests/worker/test_decode_before_clean_pass.py and tests/engine/:
 - The first chunk of a session creates the session, and only the session store frees it.
 - A request that fails or is aborted leaves its session unchanged; the rest of the batch continues.
 - With several ranks, every decision before a collective is the same on all ranks.
@@ -70,8 +70,8 @@ class DiffusionGPUModelRunner(RunnerSurface):
                 self.omni.suspend_idle_s, self.omni.max_suspended_bytes, self.device
             )
         self.partition = self.omni.partition
-        """Current number of layers of each stage: after the last move, or as loaded if layers have
-        not been moved. () means that layers are distributed as evenly as possible.
+        """Number of layers that each stage has now: as loaded, or as moved between stages since
+        then. () means that layers are distributed as evenly as possible.
         """
 
     # -- start, called by the worker ---------------------------------------------------------------
@@ -232,7 +232,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
     def shutdown(self) -> None:
         self.sessions.close_all()
 
-    # -- adapters, by vLLM's calls -----------------------------------------------------------------
+    # -- adapters, called by vLLM ------------------------------------------------------------------
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Check and load a LoRA adapter on all ranks, or on none (collective).

@@ -2,7 +2,7 @@
 """`SharedGPUWorker`: runs more ranks than GPUs, to test a parallel layout on a smaller machine.
 
 NCCL refuses to run two ranks of one host on one device. If each rank has a different NCCL_HOSTID,
-NCCL accepts them and connects them through sockets. Sockets are slow, and the kernels of the
+NCCL accepts the ranks and connects them through sockets. Sockets are slow, and the kernels of the
 processes are time-sliced. However, each rank issues the same kernels and transfers as on a separate
 GPU, on the same streams and in the same order. tests/engine/ uses this worker if a machine has
 fewer GPUs than an engine has ranks.

@@ -2,10 +2,10 @@
 """`SharedText`: sends text embeddings from the rank with the text encoder to all ranks with layers.
 
 The first rank of the first stage holds the text encoder. When the ranks of this stage have agreed
-on the first step of a chunk, the first rank broadcasts the embeddings to the others. Each rank then
-sends the embeddings, together with the hidden states of that step, to its counterpart on the next
-stage. Embeddings are therefore transferred for exactly those chunks for which forward passes run,
-and in the same order. This module does not depend on a model.
+on the first step of a chunk, the first rank broadcasts the embeddings to the other ranks of the
+stage. Each rank then sends the embeddings, together with the hidden states of that step, to its
+counterpart on the next stage. Embeddings are therefore transferred for exactly those chunks for
+which forward passes run, and in the same order. This module does not depend on a model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ _COUNTS = "text.counts"
 
 
 class SharedText:
-    """Distributes text embeddings, on one rank.
+    """Distributes text embeddings; each rank has one instance.
 
     Args:
         model: The model. Nothing is distributed unless the model implements `SupportsSharedText`.

@@ -42,8 +42,8 @@ class RunnerSurface:
         return False
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do nothing for a dummy batch of data parallelism, because data-parallel diffusion ranks
-        do not run in lockstep.
+        """Do nothing for a data-parallel dummy batch, because data-parallel diffusion ranks do not
+        run in lockstep.
         """
         empty = torch.empty(0, device=self.device)
         return empty, empty

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warm-up of one rank: run the largest shape once and determine the memory for sessions.
+"""Warm-up of one rank: runs the largest shape once and determines how much memory sessions may use.
 
 All ranks warm up together, outside of vLLM's engine loop, so this module itself sends and receives
 tensors between stages. With `omni.pipeline_partition` "measured", an additional session runs first.
-Based on the times of its last chunk, including decode and head, layers are then moved between
-stages so that the slowest stage is as fast as possible. This module does not depend on a model.
+Based on the times of that session's last chunk, including decode and head, layers are then moved
+between stages so that the slowest stage is as fast as possible. This module does not depend on a
+model.
 """
 
 import logging
@@ -118,8 +119,8 @@ def _run_session(
 
 
 def _decode_together(runner: DiffusionGPUModelRunner, request: DiffusionRequest) -> None:
-    """Decode as many chunks together as may share a decode, so that the measured memory includes a
-    shared decode.
+    """Decode as many chunks together as a shared decode allows, so that the measured memory
+    includes a shared decode.
     """
     omni, model = runner.omni, runner.model
     if omni.batch_invariant or not isinstance(model, SupportsBatchedDecode):
@@ -130,7 +131,7 @@ def _decode_together(runner: DiffusionGPUModelRunner, request: DiffusionRequest)
 
 
 def _step(runner: DiffusionGPUModelRunner, state: RequestState) -> None:
-    """Run one micro-step, including the transfers between stages, which the worker makes in the
+    """Run one micro-step, including the transfers between stages that the worker performs in the
     engine loop."""
     received = None
     if not runner.pp.is_first_rank:
@@ -147,7 +148,7 @@ def _step(runner: DiffusionGPUModelRunner, state: RequestState) -> None:
 
 
 def rebalance(runner: DiffusionGPUModelRunner, times: StageTimes) -> None:
-    """Balance the layers of the stages according to measured times (collective).
+    """Rebalance the layers between the stages according to measured times (collective).
 
     Args:
         runner: Runner of this rank.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DiffusionWorkerMixin`: changes to vLLM's worker that are the same on CUDA and CPU.
+"""`DiffusionWorkerMixin`: changes to vLLM's worker that CUDA and CPU have in common.
 
 vLLM's worker sets up devices and process groups, provides weight pools for sleep mode, sends and
 receives between pipeline stages, and handles RPCs. This package adds the runner, the warm-up, sleep
-of sessions and the handling of a failed rank.
+mode for sessions, and the handling of a failed rank.
 """
 
 from dataclasses import asdict
@@ -59,14 +59,14 @@ class DiffusionWorkerMixin(_Worker):
         self._fast_paths: list[FastPath] = []
 
     def _make_model_runner(self) -> DiffusionGPUModelRunner:  # type: ignore[override]
-        # The architecture is wrong if a config hook of vLLM took precedence.
+        # If one of vLLM's own config hooks took precedence, the architecture is wrong.
         if self.vllm_config.model_config.architecture not in ARCHITECTURES:
             check_ar_worker(WORKER_CLS)
         return DiffusionGPUModelRunner(self.vllm_config, self.device)
 
     @torch.inference_mode()
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Run the largest shape once, and determine the memory for sessions."""
+        """Run the largest shape once, and determine how much memory sessions may use."""
         # vLLM reads replies in order of rank, so it reads an exception of the first rank.
         with failing_together(heard=get_world_group().rank == 0):
             if (folder := self.model_runner.omni.suspend_dir) is not None:
@@ -76,7 +76,8 @@ class DiffusionWorkerMixin(_Worker):
         timeout_s = self.model_runner.omni.rank_timeout_s
         if timeout_s is not None and get_world_group().world_size > 1:
             self._watchdog = watch_other_ranks(timeout_s)
-        # vLLM's workers also freeze the heap. Full collections then visit only objects of requests.
+        # vLLM's workers also freeze the heap. Full collections then visit only objects that
+        # requests have created.
         freeze_gc_heap()
         return CompilationTimes(language_model=seconds, encoder=0.0)
 

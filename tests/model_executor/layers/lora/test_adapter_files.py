@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter files: which tensor names and shapes are accepted, and how faulty files are refused in
-one line with counts and examples.
+"""Adapter files: accepted tensor names and shapes, and the one-line errors, with counts and
+examples, for faulty files.
 """
 
 import json
@@ -193,7 +193,9 @@ def test_tensors_that_do_not_fit_are_skipped_and_listed(
 def test_every_rank_finds_the_faults_of_the_whole_file(
     target: AdapterTarget, tmp_path: Path
 ) -> None:
-    """Every rank reads the whole file, so a rank without the faulty module refuses it too."""
+    """Every rank checks the whole adapter file, so even a rank without the faulty module refuses
+    it.
+    """
     path = files.write_community(some_factors(target), tmp_path / "a.safetensors")
     save_file(
         {name: tensor * float("nan") for name, tensor in load_file(path).items()},
@@ -290,8 +292,8 @@ def test_broken_metadata_is_refused_in_one_line(target: AdapterTarget, tmp_path:
 def test_a_digest_changes_with_tensors_scale_and_dtype(
     target: AdapterTarget, tmp_path: Path
 ) -> None:
-    """Every rank computes the same digest of an adapter, even a rank that holds none of the adapted
-    layers.
+    """All ranks compute the same digest of an adapter, including ranks that hold none of the
+    adapted layers.
     """
     made = some_factors(target)
     path = files.write_community(made, tmp_path / "a.safetensors")
@@ -314,10 +316,10 @@ def test_a_digest_changes_with_tensors_scale_and_dtype(
 
 
 def test_diffusers_converter_gives_the_same_modules(target: AdapterTarget) -> None:
-    """The converter of diffusers maps a complete adapter to the same modules as this package.
+    """The diffusers converter maps a complete adapter to the same modules as this package does.
 
-    This package still reads the community's tensor names itself, because the converters of
-    diffusers refuse adapters that cover only some layers and drop the differences of norm weights.
+    This package parses the community's tensor names itself, because the diffusers converters refuse
+    adapters that cover only some layers and drop weight differences of norms.
     """
     layers = [f"blocks.0.{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo"]
     layers += ["blocks.0.ffn.0", "blocks.0.ffn.2"]

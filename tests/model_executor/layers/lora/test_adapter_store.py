@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter store caches adapters in host memory and in GPU slots, both with least-recently-used
-eviction.
+"""The adapter store caches adapters in host memory and in GPU slots. Both caches evict the least
+recently used adapter.
 """
 
 from pathlib import Path
@@ -53,8 +53,8 @@ def output_of(model: Model, store: AdapterStore, *choices: Lora) -> torch.Tensor
 
 
 def test_evicted_adapters_are_read_from_disk_again(paths: dict[str, Path]) -> None:
-    """An evicted adapter that is read from disk again has the same weights. If the file of an
-    evicted adapter is gone, only the request that names the adapter fails.
+    """Reading an evicted adapter from disk again yields the same weights. If its file has been
+    deleted, only the request that names the adapter fails.
     """
     model = Model()
     store = make_store(model, paths, max_loras=1, max_cpu_loras=1)
@@ -71,8 +71,8 @@ def test_evicted_adapters_are_read_from_disk_again(paths: dict[str, Path]) -> No
 def test_an_overwritten_adapter_file_fails_only_the_request(
     paths: dict[str, Path],
 ) -> None:
-    """A file that was truncated or replaced by another adapter's file is refused. Once the original
-    file is restored, the adapter can be used again.
+    """An adapter file that was truncated or replaced by another adapter's file is refused. Once the
+    original file is restored, the adapter can be used again.
     """
     model = Model()
     store = make_store(model, paths, max_loras=1, max_cpu_loras=1)
@@ -108,9 +108,9 @@ def test_an_adapter_loaded_in_place_takes_effect_at_the_next_chunk(
 
 
 def test_weights_and_addresses_have_separate_keys(paths: dict[str, Path], tmp_path: Path) -> None:
-    """A different scale, or another adapter with the same modules and rank, puts different weights
-    at the same addresses. A CUDA graph captured with one adapter can therefore be replayed for the
-    next adapter in that slot.
+    """A different scale, or another adapter with the same modules and rank, changes the weights but
+    not their addresses. A CUDA graph captured with one adapter can therefore be replayed for the
+    next adapter in the same slot.
     """
     target = Model().adapter_targets()["transformer"]
     higher = files.factors(target, ["layer"], seed=9, rank=3)

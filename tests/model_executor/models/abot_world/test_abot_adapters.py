@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ABot-World with an adapter equals ABot-World with merged weights. The built-in action adapter
-cannot be changed.
+"""ABot-World with an adapter equals ABot-World with the adapter's weights merged. An adapter cannot
+change the model's built-in action adapter.
 """
 
 from pathlib import Path
@@ -17,8 +17,8 @@ from vllm_omni.model_executor.layers.lora.store import AdapterStore
 from vllm_omni.model_executor.models.abot_world.pipeline import AbotWorld
 
 TOLERANCE = 2e-4
-"""Tolerance for fp32 latents of order 1 after two chunks, because a merged weight sums in a
-different order.
+"""Tolerance for fp32 latents of magnitude 1 after two chunks, because merging weights changes the
+order of summation.
 """
 INK = [Lora(name="ink")]
 
@@ -28,7 +28,7 @@ def every_layer(target: files.AdapterTarget) -> files.Factors:
 
 
 def walk(world: AbotWorld, store: AdapterStore, choices: list[list[Lora]]) -> list[torch.Tensor]:
-    """Return the latents of a new session in which each chunk uses its own adapters."""
+    """Return the latents of a new session in which chunk i uses the adapters in `choices[i]`."""
     session = open_session(world, output="latents")
     return run_adapted(
         world, store, choices, lambda: make_request(session, output="latents", actions=[["w"]])
@@ -38,8 +38,8 @@ def walk(world: AbotWorld, store: AdapterStore, choices: list[list[Lora]]) -> li
 def test_an_adapter_of_every_layer_equals_merged_weights(
     layouts: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Reference images are encoded with the adapters of the first chunk. A session without an
-    adapter gives its original bits again.
+    """An adapter of every layer, which also applies to the reference images, equals merged weights.
+    A later session without an adapter is bit-identical to the base model.
     """
     world = load_world(layouts["original"])
     made = every_layer(world.adapter_targets()["transformer"])

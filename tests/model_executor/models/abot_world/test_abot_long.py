@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session of 2,000 chunks re-bases its positions 25 times."""
+"""Test of a session of 2,000 chunks, which re-bases its frame positions 25 times."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from abot_driver import load_world, open_session, run_chunk
 @pytest.mark.nightly
 def test_a_long_session_keeps_its_bytes_and_its_signal(layouts: dict[str, Path]) -> None:
     """A session of 6,000 latent frames keeps its size in bytes, and its latents have the same
-    spread at the end as at the start. A fork in the middle continues with the same bits.
+    spread at the end as at the start. A fork taken halfway continues bit-identically.
     """
     world = load_world(layouts["original"])
     session = open_session(world, output="latents")

@@ -22,11 +22,13 @@ from helpers.rank_processes import run_ranks
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 
 TOLERANCE = 1e-4
-"""Tolerance for five chunks in fp32, because ranks change the order of sums."""
+"""Tolerance for five chunks in fp32, because splitting sums over ranks changes the order of
+summation.
+"""
 
 CHUNKS = [{"actions": [["w"], ["l"], ["a", "i"]]}, {"actions": [["s", "k"]] * 3}, {}, {}, {}]
 OPTIONS = {"positions": "window"}
-"""The positions of the references change with every chunk."""
+"""Options with which the positions of reference images change at every chunk."""
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +54,8 @@ def _compare(
 def test_two_ranks_equal_one(
     layouts: dict[str, Path], one_rank: Path, sequence_parallel: bool, tmp_path: Path
 ) -> None:
-    """Two ranks equal one rank. The first chunk has 26 tokens, 20 of them from references, so the
-    second rank processes tokens of references and of frames.
+    """Two ranks equal one rank. The first chunk has 26 tokens, 20 of them from reference images, so
+    the second rank processes tokens of both reference images and frames.
     """
     rendezvous = str(tmp_path / "rendezvous")
     checkpoint = str(layouts["original"])
@@ -80,8 +82,8 @@ def test_two_pipeline_stages_equal_one(
 def test_a_decoder_on_its_own_stage_gives_the_same_frames(
     layouts: dict[str, Path], decoder: str
 ) -> None:
-    """A VAE stage gives bit-identical frames, although it stores neither references nor a window.
-    The position base of the VAE stage follows that of the other stage.
+    """A separate VAE stage gives bit-identical frames, although it stores neither reference images
+    nor a K/V window. Its position base follows that of the other stage.
     """
     places = (None, ParallelContext(vae_stage=True), ParallelContext(stage=1, vae_stage=True))
     one, layers, vae = (

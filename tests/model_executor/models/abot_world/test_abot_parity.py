@@ -84,8 +84,8 @@ def test_a_changed_table_fails(tmp_path: Path) -> None:
 
 
 def test_another_recorded_base_fails(tmp_path: Path) -> None:
-    """A recording with a different re-base limit fails. The recorded counters include the frame
-    with position 0.
+    """Verification fails if the recording used another re-base limit, because the recorded counters
+    include the frame with position 0.
     """
     copy(tmp_path, ROLLOUT)
     meta = json.loads((tmp_path / "abot_meta.json").read_text())

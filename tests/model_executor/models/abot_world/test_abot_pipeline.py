@@ -39,7 +39,7 @@ def world(layouts: dict[str, Path]) -> AbotWorld:
 
 @pytest.fixture
 def near_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make positions restart after 13 frames instead of 256."""
+    """Set the re-base limit of frame positions to 13 instead of 256."""
     monkeypatch.setattr(pinned.next_base, "__defaults__", (13,))
 
 
@@ -78,7 +78,7 @@ def test_no_layer_runs_before_its_weights_are_fetched(layouts: dict[str, Path]) 
 
 
 def test_the_start_image_is_the_first_latent_frame(world: AbotWorld) -> None:
-    """The first frame of a session is decoded from the latents of its start image, whichever keys
+    """The first frame of a session is decoded from the latents of its start image, whatever keys
     are held.
     """
     ours, other = (latents_of(world, [{"actions": keys}]) for keys in (HELD, []))
@@ -106,8 +106,8 @@ def test_inputs_change_the_frames(world: AbotWorld, change: dict[str, Any]) -> N
 
 
 def test_references_change_later_chunks(world: AbotWorld) -> None:
-    """The keys and values of references are stored outside the window and stay visible after the
-    first chunk.
+    """Reference images affect later chunks, because their keys and values are stored outside the
+    window and stay visible.
     """
     some, others = (
         latents_of(world, [{"tensors": references(name)}, *[{}] * 4]) for name in ("left", "right")
@@ -116,8 +116,8 @@ def test_references_change_later_chunks(world: AbotWorld) -> None:
 
 
 def test_missing_references_keep_their_tokens(layouts: dict[str, Path]) -> None:
-    """Five masked reference slots without images give a different result than no slots, as in the
-    original.
+    """Five empty reference slots, whose tokens are masked, give a different result from a model
+    without slots, as in the original implementation.
     """
     image = {"image": random_image()}
     results = []
@@ -141,7 +141,9 @@ def test_a_new_prompt_keeps_references_and_image(world: AbotWorld) -> None:
 
 
 def test_keys_may_change_inside_a_chunk(world: AbotWorld) -> None:
-    """Actions have one entry per latent frame, and a missing entry means that no key is held."""
+    """The keys held may change between the latent frames of a chunk, because actions have one entry
+    per latent frame.
+    """
     held, idle = (latents_of(world, [{"actions": keys}]) for keys in ([[], ["w"]], [[], []]))
     assert not torch.equal(held, idle)
 
@@ -150,8 +152,8 @@ def test_keys_may_change_inside_a_chunk(world: AbotWorld) -> None:
 
 
 def test_window_positions_are_another_result(layouts: dict[str, Path]) -> None:
-    """Positions counted from the window give a different result as soon as the window has moved,
-    and only because of the references.
+    """Positions relative to the window give a different result as soon as the window has moved. The
+    only cause is the distance to the reference images.
     """
     carried, moved = (
         latents_of(load_world(layouts["original"], positions=kind), [{}] * 5)
@@ -171,8 +173,8 @@ def test_positions_restart_at_the_oldest_visible_frame(world: AbotWorld) -> None
 
 
 def test_a_session_has_no_last_chunk(world: AbotWorld) -> None:
-    """A session continues with a constant size in bytes, far beyond the length of every position
-    table in the original.
+    """A session can run far beyond the length of every position table in the original
+    implementation, with a constant memory size.
     """
     session = open_session(world, output="latents")
     run_chunk(world, session, output="latents")
@@ -189,8 +191,8 @@ def test_a_session_has_no_last_chunk(world: AbotWorld) -> None:
 
 
 def test_sessions_at_different_steps_in_one_batch_equal_solo_runs(world: AbotWorld) -> None:
-    """Sessions in a batch are bit-identical to solo runs. The sessions start one after another, so
-    first chunks with references run in the same batch as later chunks.
+    """Sessions in a batch are bit-identical to solo runs. The sessions start at different times, so
+    first chunks with reference images are batched with later chunks.
     """
     pairs, mixed = run_staggered(
         world,
@@ -246,8 +248,8 @@ def test_a_session_may_choose_a_shorter_window(world: AbotWorld) -> None:
 def test_a_growing_window_gives_the_same_results(
     layouts: dict[str, Path], kv_dtype: torch.dtype | None
 ) -> None:
-    """A window that grows gives bit-identical results. Memory for references is allocated at the
-    start, memory for frames as they are generated.
+    """A growing window gives bit-identical results. Memory for reference images is allocated at the
+    start, and memory for frames as they are generated.
     """
     full, growing = (
         load_world(layouts["original"], kv_dtype=kv_dtype, omni={"kv_growth": grows})
@@ -262,9 +264,7 @@ def test_a_growing_window_gives_the_same_results(
 
 
 def test_a_chunk_may_have_fewer_steps_and_the_tiny_decoder(layouts: dict[str, Path]) -> None:
-    """In a session with Wan's decoder, a single chunk may use fewer steps and the tiny decoder at
-    the same time.
-    """
+    """In a session with Wan's decoder, one chunk may use both fewer steps and the tiny decoder."""
     omni = {"scheduling": "deadline", "degradations": ["fewer_steps", "tiny_vae"]}
     world = load_world(layouts["original"], omni=omni, decoder="wan")
     session = open_session(world)
@@ -359,7 +359,9 @@ def test_unsupported_options_are_refused(
 
 @pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
 def test_a_parameter_without_effect_is_refused(world: AbotWorld, field: str) -> None:
-    """A request parameter that has no effect on the model is refused by name."""
+    """A request parameter that has no effect on the model is refused with an error that names
+    it.
+    """
     params = {field: IMAGE_AND_VIDEO_PARAMS[field]}
     reason = f"does not use {field}"
     DRIVER.assert_refused(world, True, {}, params, "invalid_request", reason)

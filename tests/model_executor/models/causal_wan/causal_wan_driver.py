@@ -44,14 +44,14 @@ def load_model(
 
 
 def check_refusals(checkpoint: Path, stages: int, **serving: Any) -> None:
-    """Check the `OmniConfig` options in `serving` for `stages` pipeline stages, as a server does
-    when it starts.
+    """Run a server's startup checks on the `OmniConfig` options in `serving`, for `stages` pipeline
+    stages.
     """
     FAMILY.check_refusals(hf_config(checkpoint), OmniConfig(**serving), stages)
 
 
 def input_video(frames: range, speed: float = 1.0) -> torch.Tensor:
-    """Return a pattern that moves `speed` pixels per frame, uint8 [T, H, W, 3]."""
+    """Return a video of a pattern that moves `speed` pixels per frame, uint8 [T, H, W, 3]."""
     t, y, x = torch.meshgrid(
         torch.tensor(frames), torch.arange(HEIGHT), torch.arange(WIDTH), indexing="ij"
     )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each cache mode shows specific frames to a denoise step. In these tests, every K/V value encodes
-its frame and its step.
+"""The cache mode determines which cached K/V a denoise step sees. In these tests, every K/V value
+encodes its frame and step.
 """
 
 import pytest
@@ -84,8 +84,8 @@ def test_the_strict_cache_shows_clean_chunks(plan: ChunkPlan) -> None:
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_the_noise_matched_cache_shows_each_step_its_own_noise_level(plan: ChunkPlan) -> None:
-    """Every step sees the first chunk with the noise level of the last step, and all other chunks
-    with its own noise level.
+    """Every step sees the first chunk at the noise level of the last step, and all other chunks at
+    the step's own noise level.
     """
     windows = [make_window(plan.window_frames, plan.sink_frames) for _ in range(STEPS)]
     shown = run(ChunkCache.noise_matched(windows), plan, 8, STEPS)
@@ -101,7 +101,7 @@ def test_the_noise_matched_cache_shows_each_step_its_own_noise_level(plan: Chunk
 
 def test_a_capture_finds_positions_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ring buffer with spare frames caches token positions on the device, because a CUDA graph
-    cannot replay a copy from the host.
+    capture cannot copy them from the host.
     """
     (expected, window), frames = (make_window(4, 1, spare=2) for _ in range(2)), range(6, 8)
     for each in (expected, window):

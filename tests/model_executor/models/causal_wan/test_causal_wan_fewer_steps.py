@@ -40,8 +40,8 @@ def chunks(
 
 @pytest.mark.parametrize("source", ["text", "video"])
 def test_fewer_steps_equal_a_model_of_every_second_step(causal_wan: Path, source: str) -> None:
-    """A chunk with fewer steps is bit-identical to one of a model with only two of the four denoise
-    steps and the clean-context pass.
+    """A chunk with fewer steps is bit-identical to a chunk of a model that has only two of the four
+    denoise steps and the clean-context pass.
     """
     full = load_model(causal_wan)
     half = load_model(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streams with CUDA graphs are bit-identical to streams without them.
 
-On a CPU, the simulated "graph" repeats the forward pass with every decision that the host made when
-the graph was captured, so an incomplete key changes the latents.
+On a CPU, a simulated "graph" reruns the forward pass with the host-side decisions made at capture,
+so an incomplete graph key changes the latents.
 """
 
 from pathlib import Path
@@ -60,9 +60,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], int, int, int]] = {
 """For each test case:
 
 - the options;
-- the number of graphs of a stream: ring positions, while the ring fills and later, times kinds of
-  pass;
-- the number of graphs that the first stream does not capture because it runs their pass only once;
+- the number of graphs per stream: ring positions (those while the ring fills and those after) times
+  kinds of pass;
+- the number of graphs that the first stream does not capture because it runs the pass only once;
 - the number of chunks after which a stream has reached every ring position at least twice since its
   ring was full.
 """
@@ -75,7 +75,7 @@ def each_kv_dtype(*nightly: str) -> pytest.MarkDecorator:
     """Parametrize a test over K/V dtypes.
 
     Args:
-        nightly: Dtypes that only the nightly run tests, because the other test covers them at every
+        nightly: Dtypes that are tested only nightly, because another test covers them at every
             commit.
     """
     dtypes = {"plain K/V": None, "FP8 K/V": torch.float8_e4m3fn}
@@ -118,8 +118,8 @@ def test_a_later_stream_reuses_the_graphs_of_an_earlier_one(
     chunks: int,
     kv_dtype: torch.dtype | None,
 ) -> None:
-    """A later stream replays the graphs from its first pass, in the memory of the closed stream and
-    with another prompt and seed. NaN left in that memory has no effect.
+    """A later stream with another prompt and seed reuses the memory of the closed stream and
+    replays its graphs from the first pass on. NaNs left in that memory have no effect.
     """
     expected = stream(
         load_model(causal_wan, kv_dtype=kv_dtype, **options), chunks, prompt="a forest", seed=3
@@ -144,8 +144,8 @@ def test_a_later_stream_reuses_the_graphs_of_an_earlier_one(
 
 
 def test_a_fork_uses_graphs_of_its_own_memory(causal_wan: Path) -> None:
-    """A fork replays graphs that read its own memory and prompt. One of the forks reuses the memory
-    of a closed stream.
+    """A fork replays graphs that read the fork's own memory and prompt. One of the forks reuses the
+    memory of a closed stream.
     """
     ends = []
     for by_graphs in (False, True):
@@ -182,7 +182,7 @@ def test_an_adapter_in_the_slot_of_another_reuses_its_graphs(
     causal_wan: Path, tmp_path: Path, device: str
 ) -> None:
     """An adapter with the same modules and rank reuses the graphs of the previous adapter in its
-    slot. An adapter of another rank needs new graphs.
+    slot. An adapter with a different rank requires new graphs.
     """
     ranks = {"ink": 4, "wool": 4, "silk": 2}
     paths = {
@@ -213,7 +213,7 @@ def test_an_adapter_in_the_slot_of_another_reuses_its_graphs(
 @pytest.mark.cuda
 @needs_cuda
 def test_cuda_graphs_equal_plain_launches(causal_wan: Path) -> None:
-    """A second stream replays the graphs of the first stream from its first pass."""
+    """A second stream replays the graphs of the first stream from its first pass on."""
     options = {"window_frames": 9, "sink_frames": 3}
     with torch.device("cuda"):
         plain, by_graphs = (

@@ -16,7 +16,9 @@ from helpers.rank_processes import run_ranks
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 
 TOLERANCE = 2e-4
-"""Tolerance for seven chunks in fp32, because ranks change the order of sums."""
+"""Tolerance for seven chunks in fp32, because splitting sums over ranks changes the order of
+summation.
+"""
 GRAPH_CHUNKS = 14
 """Enough chunks to fill a window of three chunks and to reach both ring positions several times."""
 OPTIONS: dict[str, Any] = {
@@ -29,7 +31,7 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def one_rank(causal_wan: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a file with the stream of one rank."""
+    """Return a file with the latents of a stream computed by one rank."""
     file = tmp_path_factory.mktemp("one_rank") / "stream.pt"
     torch.save(stream(load_model(causal_wan, **OPTIONS), 7), file)
     return file
@@ -63,8 +65,8 @@ def test_heads_that_do_not_divide_are_refused(causal_wan: Path) -> None:
 
 
 def _compare_graphs(rank: int, rendezvous: str, causal_wan: str, sequence_parallel: bool) -> None:
-    """Compare streams with graphs on both ranks, and on rank 0 only, with a stream without
-    graphs.
+    """Compare two streams, one with graphs on both ranks and one with graphs on rank 0 only, with a
+    stream without graphs.
     """
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=2)

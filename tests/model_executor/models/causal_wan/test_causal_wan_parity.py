@@ -70,7 +70,9 @@ def test_a_changed_stream_batch_fails(tensor: str, amount: float, tmp_path: Path
 
 
 def test_the_metadata_defines_the_window(tmp_path: Path) -> None:
-    """If the metadata specifies another number of sinks, the recorded values no longer match."""
+    """Verification fails if the metadata specifies another number of sinks than the recording
+    used.
+    """
     copy(tmp_path, "sf_win9_sink3.safetensors")
     meta = json.loads((tmp_path / "sf_meta.json").read_text())
     meta["cases"]["sf_win9_sink3"]["sink_size"] = 2

@@ -52,8 +52,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def test_fused_ops_are_called_with_positional_arguments(causal_wan: Path) -> None:
-    """The CUDA wrapper that selects a kernel takes the same arguments as the plain op, in the same
-    order and only by position.
+    """Models pass all arguments of fused ops by position, because the CUDA wrapper that selects a
+    kernel accepts only positional arguments, in the same order as the plain op.
     """
     expected = stream(load_model(causal_wan, **KINDS["strict"]), 2)
     model = load_model(causal_wan, **KINDS["strict"])
@@ -145,15 +145,15 @@ def test_a_batch_of_streams_equals_streams_alone(any_model: CausalWan) -> None:
                 finish(any_model, other)
                 other = make_request(second, output="latents")
                 any_model.prepare_encode(other)
-                step(any_model, [other])  # now at a different step than the first stream
+                step(any_model, [other])  # now at a different step from the first stream
         ours.append(finish(any_model, request)[1]["latents"])
     for x, y in zip(ours, alone, strict=True):
         torch.testing.assert_close(x, y, atol=2e-4, rtol=0)
 
 
 def test_an_abandoned_chunk_leaves_no_trace(any_model: CausalWan) -> None:
-    """A chunk may be abandoned at any step. The retried chunk equals the chunk of a session that
-    never aborted one.
+    """A chunk may be abandoned at any step. The retried chunk equals that of a session that never
+    abandoned a chunk.
     """
     session, other = open_session(any_model), open_session(any_model, "b")
     for _ in range(5):
@@ -231,8 +231,8 @@ def test_a_new_prompt_takes_effect_at_its_chunk(model: CausalWan) -> None:
 
 
 def test_a_new_prompt_recomputes_the_window(causal_wan: Path) -> None:
-    """As long as no frame has left the window, the result equals that of a stream that had the new
-    prompt from its first frame.
+    """As long as no frame has left the window, a stream whose window is recomputed equals a stream
+    with the new prompt from its first frame.
     """
     model = load_model(causal_wan, **KINDS["strict, recomputed by a new prompt"])
     switched, fresh = (
@@ -358,7 +358,9 @@ def test_global_attention_ends_when_its_buffer_is_full(causal_wan: Path) -> None
 
 @pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
 def test_a_parameter_without_effect_is_refused(model: CausalWan, field: str) -> None:
-    """A request parameter that has no effect on the model is refused by name."""
+    """A request parameter that has no effect on the model is refused with an error that names
+    it.
+    """
     session = open_session(model)
     with pytest.raises(RequestFailed, match=f"does not use {field}") as refused:
         model.prepare_encode(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published causal Wan networks are recognised by their file and served with the window, sinks and
-steps of their training.
+"""Published causal Wan networks are recognised by their files and served with the window, sinks and
+steps that they were trained with.
 """
 
 import shutil
@@ -37,13 +37,13 @@ def components(tiny_checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def network(components: Path) -> Tensors:
-    """Return the averaged network under Wan's own names."""
+    """Return the EMA network under Wan's own tensor names."""
     state = torch.load(components / SHIPPED, weights_only=True)["generator_ema"]
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}
 
 
 def directory(components: Path, out: Path, files: dict[str, Any]) -> Path:
-    """Write a directory with Wan's components and other networks.
+    """Write a directory that contains Wan's components and the given network files.
 
     Args:
         files: Content of each file, by relative path.
@@ -65,7 +65,7 @@ def wrapped(network: Tensors, prefix: str = "model.") -> Tensors:
 
 
 def served(folder: Path, **options: Any) -> tuple[int, ...]:
-    """Return (chunk, window, sinks) in latent frames, as a server uses them for a directory."""
+    """Return (chunk, window, sinks) in latent frames, as a server derives them from a directory."""
     values = hf_config(folder)["causal_wan"]
     config = CausalWanConfig.from_checkpoint(values["transformer"])
     plan = resolve_plan(config, CausalWanOptions.of_checkpoint(values, options))
@@ -139,7 +139,9 @@ def test_a_release_is_recognised_by_its_file(
 def test_a_config_takes_precedence_over_the_release(
     components: Path, network: Tensors, tmp_path: Path
 ) -> None:
-    """A config in either key style takes precedence over the settings of the release."""
+    """A config file in either key style takes precedence over the settings of the recognised
+    release.
+    """
     folder = directory(
         components, tmp_path, {"rewardforcing.pt": {"generator_ema": wrapped(network)}}
     )
@@ -150,8 +152,8 @@ def test_a_config_takes_precedence_over_the_release(
 
 
 def lora_of(network: Tensors, rank: int = 4) -> tuple[Tensors, Tensors]:
-    """Return a LoRA of every linear layer of the blocks under PEFT's names, and the network with
-    that LoRA merged.
+    """Return a LoRA for every linear layer of the blocks, with PEFT's tensor names, and the network
+    with that LoRA merged.
     """
     generator, lora, merged = torch.Generator().manual_seed(0), {}, dict(network)
     for name, weight in network.items():
@@ -167,8 +169,8 @@ def lora_of(network: Tensors, rank: int = 4) -> tuple[Tensors, Tensors]:
 def test_longlive_is_loaded_with_its_lora_merged(
     components: Path, network: Tensors, tmp_path: Path
 ) -> None:
-    """LongLive's LoRA is merged into the network itself rather than into its average, as in
-    LongLive's own code.
+    """LongLive's LoRA is merged into the raw network rather than into its EMA, as in LongLive's own
+    code.
     """
     lora, merged = lora_of(network)
     average = {name: torch.zeros_like(tensor) for name, tensor in network.items()}
@@ -211,8 +213,8 @@ def test_longlive_without_its_lora_is_refused(
 def test_a_custom_checkpoint_is_recognised(
     wrapper: str | None, prefix: str, components: Path, network: Tensors, tmp_path: Path
 ) -> None:
-    """A single `.pt` file next to Wan's components is recognised, whatever its name, wrapper and
-    prefix.
+    """A single `.pt` file next to Wan's components is recognised, whatever its file name, its
+    top-level key and the prefix of its tensor names.
     """
     state = wrapped(network, prefix)
     folder = directory(
@@ -249,8 +251,8 @@ def test_a_training_checkpoint_alone_is_recognised_by_its_tensors(
     network: Tensors, tmp_path: Path
 ) -> None:
     """A directory with only a training checkpoint is recognised by its tensors, and loading it
-    reports the missing components. A file of another network is refused, and the message lists its
-    keys.
+    reports the missing components. A file of another network is refused with a message that lists
+    its keys.
     """
     torch.save({"generator": wrapped(network)}, tmp_path / "mine.pt")
     assert detect_family(tmp_path).name == "causal_wan"

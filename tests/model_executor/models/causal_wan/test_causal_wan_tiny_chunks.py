@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks decoded by the tiny decoder (`omni.degradations` `tiny_vae`): frames, session memory, and
-supported models.
+"""Chunks decoded by the tiny decoder (the `tiny_vae` entry of `omni.degradations`): frames, session
+memory, and supported models.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ def model(causal_wan: Path) -> CausalWan:
 def start(
     model: CausalWan, session: SessionState, degraded: bool, **params: Any
 ) -> DiffusionRequest:
-    """Run a chunk up to its decoding."""
+    """Run a chunk up to, but not including, its decoding."""
     tensors = params.pop("tensors", None)
     request = make_request(session, tensors, **{"prompt": "a beach", **params})
     request.degradations = ("tiny_vae",) if degraded else ()
@@ -68,8 +68,8 @@ def run(
 def test_degraded_frames_are_decoded_by_the_tiny_decoder(
     causal_wan: Path, options: dict[str, Any], tiny: set[int]
 ) -> None:
-    """A degraded chunk changes only the decoded frames: latents, frame counts and frame numbers are
-    those of a stream without degradation.
+    """Degrading a chunk changes only its decoded frames: latents, frame counts and frame numbers
+    are the same as without degradation.
     """
     model = load_model(causal_wan, serving=LADDER, **options)
     results, _ = run(model, tiny)
@@ -86,8 +86,8 @@ def test_degraded_frames_are_decoded_by_the_tiny_decoder(
 
 
 def test_a_stream_without_degraded_chunks_is_unchanged(causal_wan: Path, model: CausalWan) -> None:
-    """Without degraded chunks, a server with the option gives bit-identical frames to a server
-    without it. The option reserves memory for 8 more latent frames per stream.
+    """Unless a chunk is degraded, enabling the degradation leaves the frames bit-identical. It
+    reserves memory for 8 more latent frames per stream.
     """
     plain = load_model(causal_wan)
     for ours, theirs in zip(run(model, ())[0], run(plain, ())[0], strict=True):
@@ -128,7 +128,7 @@ def test_bytes_are_constant_and_an_abandoned_chunk_and_a_fork_leave_no_trace(
 
 
 def test_a_stream_of_latents_is_not_degraded(model: CausalWan) -> None:
-    """A stream of latents skips decoding in any case, so its result reports no degradation."""
+    """A stream that outputs latents skips decoding anyway, so its result reports no degradation."""
     session = open_session(model, output="latents")
     request = start(model, session, True, output="latents")
     finish(model, request)
@@ -137,7 +137,7 @@ def test_a_stream_of_latents_is_not_degraded(model: CausalWan) -> None:
 
 def test_a_vae_stage_switches_decoders_too(causal_wan: Path, model: CausalWan) -> None:
     """With `omni.vae_stage`, the rank with the transformer layers has neither decoder and reserves
-    no memory for them.
+    no memory for either.
     """
     serving = {**LADDER, "vae_stage": True}
     layers = load_model(causal_wan, ParallelContext(vae_stage=True), serving=serving)

@@ -45,7 +45,7 @@ def repaint(
     """Return the noise scales and frames of a stream.
 
     Args:
-        speeds: Motion of the input in each chunk.
+        speeds: Speed of the input pattern in each chunk, in pixels per frame.
     """
     session = open_session(model, **SOURCE)
     scales, frames = [], []
@@ -65,7 +65,7 @@ def test_a_stream_takes_5_then_4_frames_and_returns_as_many(model: CausalWan) ->
 
 
 def test_faster_motion_gets_less_noise(model: CausalWan) -> None:
-    """Still input gets a noise scale of 0.8, and fast input approaches 0.7."""
+    """Static input gets a noise scale of 0.8, and the noise scale approaches 0.7 for fast input."""
     still, _ = repaint(model, [0.0] * 4)
     fast, _ = repaint(model, [8.0] * 4)
     assert still == pytest.approx([0.8] * 4)
@@ -73,7 +73,7 @@ def test_faster_motion_gets_less_noise(model: CausalWan) -> None:
 
 
 def test_motion_is_the_largest_difference_of_successive_frames() -> None:
-    """The motion of pixels in [-1, 1] equals its formula evaluated frame by frame."""
+    """The motion of a clip equals its formula, evaluated frame by frame on pixels in [-1, 1]."""
     generator = torch.Generator().manual_seed(0)
     frames = torch.randint(100, 120, (5, 8, 6, 3), dtype=torch.uint8, generator=generator)
     clip = frames.double() / 127.5 - 1
@@ -97,8 +97,8 @@ def test_noise_follows_motion_slowly() -> None:
 
 
 def test_a_stream_split_anywhere_is_encoded_as_one_clip(causal_wan: Path) -> None:
-    """Without noise, the first latents are those of the VAE, whether the input is encoded in chunks
-    or as one clip.
+    """With zero noise, encoding the input in chunks gives the same latents as encoding it as one
+    clip with the VAE.
     """
     model = load_model(causal_wan, latent_frames_per_chunk=1)
     vae = model.vae

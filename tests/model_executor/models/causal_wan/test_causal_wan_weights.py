@@ -57,8 +57,8 @@ def test_full_size_models_match_the_table(size: str) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_diffusers_names_and_shapes_map_one_to_one(size: str) -> None:
-    """Every renamed tensor of diffusers' transformer is in the table of that size, and the table
-    contains no others.
+    """The renamed tensors of diffusers' transformer are exactly the tensors in the weight table of
+    each size.
     """
     config, *_ = SIZES[size]
     with torch.device("meta"):
@@ -96,7 +96,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_every_layout_loads_the_same_model(checkpoints: dict[str, Path]) -> None:
-    """Self-Forcing's file contains two networks, of which the averaged one is loaded."""
+    """Every layout loads the same model. Self-Forcing's file contains two networks, of which the
+    EMA network is loaded.
+    """
     expected = weights(checkpoints["original"])
     for folder in checkpoints.values():
         assert detect_family(folder).name == "causal_wan"

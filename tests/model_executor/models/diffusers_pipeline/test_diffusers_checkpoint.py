@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems of a pipeline directory are reported in one line before any weights are read."""
+"""Problems with a pipeline directory are reported in one line before any weights are read."""
 
 import json
 import shutil
@@ -34,9 +34,7 @@ def sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def broken(sd3: Path, tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that copies the directory and lets `change(index)` modify the index of the
-    copy.
-    """
+    """Return a function that copies the directory and applies `change` to the index of the copy."""
 
     def make(change: Callable[[dict[str, Any]], None] = lambda index: None) -> Path:
         copy = tmp_path / "copy"
@@ -65,8 +63,8 @@ def test_a_pipeline_directory_is_detected_after_all_other_families(sd3: Path) ->
 def test_an_explicit_executor_takes_precedence_over_a_model_of_this_package(
     tmp_path: Path, null_world: Path
 ) -> None:
-    """A Wan directory is served by `wan2_2` on a worker, or by diffusers' own pipeline if the
-    executor for diffusers is named explicitly.
+    """A Wan directory is served by `wan2_2` on a worker, or by diffusers' own pipeline if the user
+    selects the diffusers executor explicitly.
     """
     FAMILY.make_tiny(tmp_path, 0, "wan")
     assert detect_family(tmp_path).name == "wan2_2"
@@ -80,8 +78,8 @@ def test_an_explicit_executor_takes_precedence_over_a_model_of_this_package(
 
 
 def test_other_directories_are_not_detected(tmp_path: Path, null_world: Path) -> None:
-    """A world's directory or an invalid `model_index.json` is not detected as a diffusers
-    pipeline.
+    """A world model's directory, or a directory with an invalid `model_index.json`, is not detected
+    as a diffusers pipeline.
     """
     assert detect_family(null_world).name == "null_world"
     for content in ("", "[]", "{}", '{"_class_name": 3}', "\xff"):
@@ -90,8 +88,8 @@ def test_other_directories_are_not_detected(tmp_path: Path, null_world: Path) ->
 
 
 def test_an_unknown_pipeline_class_is_refused(broken: Callable[..., Path]) -> None:
-    """A class that diffusers does not have is refused, and so is a diffusers class that is not a
-    pipeline.
+    """A pipeline class that does not exist in diffusers is refused, and so is a diffusers class
+    that is not a pipeline.
     """
     for name in ("HyperPipeline", "AutoencoderKL"):
         path = broken(lambda index, name=name: index.update(_class_name=name))
@@ -112,7 +110,9 @@ def test_a_missing_component_is_refused_unless_left_out(broken: Callable[..., Pa
 
 
 def test_missing_and_pickled_weights(broken: Callable[..., Path]) -> None:
-    """A component is refused if it has no weights, only pickled weights, or a missing shard."""
+    """A component is refused if it has no weights or only pickled weights, or if a shard is
+    missing.
+    """
     path = broken()
     file = path / "transformer" / "diffusion_pytorch_model.safetensors"
     (path / "transformer" / "diffusion_pytorch_model.safetensors.index.json").write_text(
@@ -129,7 +129,9 @@ def test_missing_and_pickled_weights(broken: Callable[..., Path]) -> None:
 
 
 def test_download_refuses_the_family() -> None:
-    """`vllm-omni download diffusers_pipeline` is refused."""
+    """`vllm-omni download diffusers_pipeline` is refused, because the family has no released
+    weights.
+    """
     with pytest.raises(ValueError, match="no released weights"):
         hub_source("diffusers_pipeline")
 
@@ -146,7 +148,7 @@ def test_download_refuses_the_family() -> None:
     ],
 )
 def test_wrong_options_are_refused(sd3: Path, model: dict[str, Any], words: str) -> None:
-    """The error message names the wrong key or value."""
+    """Invalid options are refused with an error message that names the wrong key or value."""
     with pytest.raises(ValueError, match=words):
         check(sd3, **model)
 

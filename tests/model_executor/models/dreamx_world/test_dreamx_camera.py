@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and poses become matrices of the camera branch over several chunks, and invalid poses are
-refused.
+"""Keys and poses are converted to the matrices of the camera branch over several chunks, and
+invalid poses are refused.
 """
 
 import math
@@ -40,7 +40,7 @@ def read(
 
 
 def path(num_frames: int, turn: float = 2.0) -> torch.Tensor:
-    """Return poses that turn and move, one per video frame."""
+    """Return the poses of a camera that turns and moves, one per video frame."""
     poses = torch.eye(4, dtype=torch.float64).repeat(num_frames, 1, 1)
     poses[:, :3, :3] = rotation(1, turn * torch.arange(num_frames).double())
     poses[:, 2, 3] = 0.1 * torch.arange(num_frames).double()
@@ -63,7 +63,7 @@ def test_a_held_key_moves_the_camera_in_every_video_frame() -> None:
 
 
 def inverse_projection(camera: ChunkCamera) -> torch.Tensor:
-    """Return the view matrices of a chunk."""
+    """Return the view matrices of a chunk: its projections without the focal lengths."""
     scale = torch.tensor([FX, FY, 1.0, 1.0])
     return camera.matrices_2F44[0] / scale[:, None]
 
@@ -116,8 +116,8 @@ def test_intrinsics_replace_the_trained_focal_lengths() -> None:
 
 
 def test_the_camera_of_a_long_session_stays_a_rotation() -> None:
-    """After two thousand chunks of keys, the camera is far away but its rotation is still valid.
-    Relative matrices keep their precision, because they relate neighbouring poses.
+    """After two thousand chunks of keys, the camera is far from the origin but its rotation matrix
+    is still valid. Relative matrices keep their precision, because they relate neighbouring poses.
     """
     state = read(0, None, actions=[["w", "l", "i"]] * 3).after
     first = None

@@ -21,7 +21,9 @@ from vllm_omni.model_executor.layers.lora.store import AdapterStore
 from vllm_omni.model_executor.models.dreamx_world.pipeline import DreamXWorld
 
 TOLERANCE = 1e-4
-"""Tolerance for three chunks in fp32, because ranks change the order of sums."""
+"""Tolerance for three chunks in fp32, because splitting sums over ranks changes the order of
+summation.
+"""
 CHUNKS = [{"actions": [["w"], ["l"], ["a", "i"]]}, {"actions": [["s", "k"]] * 3}, {}]
 OPTIONS: dict[str, Any] = {"window_frames": 6, "sink_frames": 3}
 INK = [Lora(name="ink")]
@@ -55,8 +57,9 @@ def _compare(
 def test_two_ranks_equal_one(
     checkpoint: Path, one_rank: Path, sequence_parallel: bool, tmp_path: Path
 ) -> None:
-    """Two ranks share 18 tokens and 4 heads, and the split is within the second latent frame. The
-    norm of the camera branch sums over both ranks. With Ulysses, the branch uses all-to-all too.
+    """Two ranks that share 18 tokens and 4 heads equal one rank. The tokens are split within the
+    second latent frame, and the camera branch sums its norm over both ranks. With Ulysses, the
+    camera branch uses all-to-all too.
     """
     arguments = (str(tmp_path / "rendezvous"), str(checkpoint), str(one_rank), sequence_parallel)
     run_ranks(_compare, arguments, 2)
@@ -88,7 +91,7 @@ def every_layer(target: files.AdapterTarget) -> files.Factors:
 
 
 def walk(world: DreamXWorld, store: AdapterStore, choices: list[list[Lora]]) -> list[torch.Tensor]:
-    """Return the latents of a new session in which each chunk uses its own adapters."""
+    """Return the latents of a new session in which chunk i uses the adapters in `choices[i]`."""
     session = open_session(world, output="latents")
     return run_adapted(
         world,
@@ -99,8 +102,8 @@ def walk(world: DreamXWorld, store: AdapterStore, choices: list[list[Lora]]) -> 
 
 
 def test_an_adapter_of_every_layer_equals_merged_weights(checkpoint: Path, tmp_path: Path) -> None:
-    """An adapter of every layer, including the camera branch, equals merged weights. Without the
-    adapter, the session gives its original bits again.
+    """An adapter of every layer, including the camera branch, equals merged weights. A later
+    session without the adapter is bit-identical to the base model.
     """
     world = load_world(checkpoint)
     target = world.adapter_targets()["transformer"]

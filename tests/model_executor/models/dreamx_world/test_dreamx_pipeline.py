@@ -45,7 +45,7 @@ def world(layouts: dict[str, Path]) -> DreamXWorld:
 
 @pytest.fixture(scope="module")
 def short(layouts: dict[str, Path]) -> DreamXWorld:
-    """Return a world with a short window, which frames start to leave at the third chunk."""
+    """Return a model with a short window, so that frames start to leave it at the third chunk."""
     return load_world(layouts["original"], window_frames=6, sink_frames=2)
 
 
@@ -153,8 +153,8 @@ def test_a_vae_stage_decodes_and_corrects_as_one_rank(
 
 
 def test_sessions_at_different_steps_in_one_batch_equal_solo_runs(short: DreamXWorld) -> None:
-    """Sessions in a batch are bit-identical to solo runs. Three sessions start one after another,
-    so every batch mixes steps as well as chunks with and without an image.
+    """Sessions in a batch are bit-identical to solo runs. Three sessions start at different times,
+    so every batch mixes denoise steps and chunks with and without an image.
     """
     pairs, mixed = run_staggered(
         short,
@@ -198,8 +198,8 @@ def test_a_session_moves_to_the_host_and_back(short: DreamXWorld) -> None:
 
 
 def test_a_far_chunk_depends_only_on_the_frames_that_it_sees(short: DreamXWorld) -> None:
-    """A chunk a million latent frames later has the same flow as the same chunk now. Positions that
-    exceed every table are valid, because only their differences matter.
+    """A chunk has the same flow as the same chunk a million latent frames later. Positions beyond
+    the end of every table are valid, because only their differences matter.
     """
     near = open_session(short, output="latents")
     for _ in range(4):
@@ -210,9 +210,7 @@ def test_a_far_chunk_depends_only_on_the_frames_that_it_sees(short: DreamXWorld)
 
 
 def flow_of(world: DreamXWorld, session: DreamXSession) -> torch.Tensor:
-    """Return the flow of the first step of a session's next chunk, computed from the same latents
-    each time.
-    """
+    """Return the flow of the first step of a session's next chunk, computed from fixed latents."""
     request = make_request(session, output="latents", actions=HELD)
     world.prepare_encode(request)
     request.work.latents = torch.linspace(-1, 1, request.work.latents.numel()).view_as(
@@ -222,8 +220,8 @@ def flow_of(world: DreamXWorld, session: DreamXSession) -> torch.Tensor:
 
 
 def continue_later(world: DreamXWorld, session: DreamXSession, chunks: int) -> None:
-    """Move a session `chunks` chunks ahead with the same visible frames, and rotate their keys to
-    the new positions.
+    """Move a session `chunks` chunks ahead without changing the visible frames, and rotate the keys
+    of these frames to their new positions.
     """
     window, frames = session.window, 3 * chunks
     grid, size = (HEIGHT // 32, WIDTH // 32), window.tokens_per_frame
@@ -247,8 +245,8 @@ def continue_later(world: DreamXWorld, session: DreamXSession, chunks: int) -> N
 
 @pytest.mark.parametrize("chunks", [40, pytest.param(2000, marks=pytest.mark.nightly)])
 def test_a_long_session_holds_constant_bytes(layouts: dict[str, Path], chunks: int) -> None:
-    """A long session stays finite, and a snapshot taken in the middle continues with the same
-    bits.
+    """A long session has finite latents and a constant memory size, and a snapshot taken halfway
+    continues bit-identically.
     """
     world = load_world(layouts["original"], window_frames=6, max_steps=1)
     session = open_session(world, output="latents")
@@ -301,8 +299,8 @@ def test_a_first_chunk_needs_an_image(world: DreamXWorld) -> None:
 def test_more_sinks_than_the_first_chunk_are_refused(
     world: DreamXWorld, layouts: dict[str, Path]
 ) -> None:
-    """More sinks than first-chunk frames are refused, both in the server's options and in a
-    session's.
+    """More sinks than frames in the first chunk are refused, both in the server's options and in a
+    session's parameters.
     """
     with pytest.raises(ValueError, match="at most the length of the first chunk, 3"):
         load_world(layouts["original"], sink_frames=4)
@@ -312,7 +310,9 @@ def test_more_sinks_than_the_first_chunk_are_refused(
 
 @pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
 def test_a_parameter_without_effect_is_refused(world: DreamXWorld, field: str) -> None:
-    """A request parameter that has no effect on the model is refused by name."""
+    """A request parameter that has no effect on the model is refused with an error that names
+    it.
+    """
     params = {field: IMAGE_AND_VIDEO_PARAMS[field]}
     reason = f"does not use {field}"
     DRIVER.assert_refused(world, True, {}, params, "invalid_request", reason)

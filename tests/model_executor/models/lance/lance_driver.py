@@ -81,11 +81,11 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {
         {"video": clip()},
     ),
 }
-"""Parameters and tensors of a small request for every task."""
+"""Parameters and tensors of a small request for each task."""
 
 
 def request_of(task: str, **changes: Any) -> DiffusionRequest:
-    """Make a request of `REQUESTS` without a session."""
+    """Return the request in `REQUESTS` for a task, without a session."""
     fields, tensors = REQUESTS[task]
     return make_request({**fields, **changes}, tensors)
 
@@ -106,7 +106,7 @@ def prepare(lance: Lance, request: DiffusionRequest, session: SessionState | Non
 
 
 def run(lance: Lance, request: DiffusionRequest, session: SessionState | None = None) -> Result:
-    """Run one request from start to end, without other requests."""
+    """Run one request from start to end on its own."""
     prepare(lance, request, session)
     while request.step < request.num_steps:
         step(lance, [request])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of Lance under PEFT's names equal merged weights in both experts."""
+"""Lance adapters with PEFT's tensor names equal merged weights in both experts."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from vllm_omni.model_executor.layers.lora.store import AdapterStore
 from vllm_omni.model_executor.models.lance.pipeline import Lance
 
 TOLERANCE = 2e-4
-"""Tolerance for fp32 latents of order 1 after three steps."""
+"""Tolerance for fp32 latents of magnitude 1 after three steps."""
 
 
 def image(lance: Lance, store: AdapterStore, lora: list[Lora]) -> torch.Tensor:
@@ -30,8 +30,8 @@ def image(lance: Lance, store: AdapterStore, lora: list[Lora]) -> torch.Tensor:
 
 
 def test_an_image_with_an_adapter_equals_merged_weights(checkpoint: Path, tmp_path: Path) -> None:
-    """The adapter covers every attention and feed-forward layer of both experts, the latent
-    projections and the time layers.
+    """An image with an adapter equals one with merged weights. The adapter covers every attention
+    and feed-forward layer of both experts, the latent projections and the time layers.
     """
     lance = load_lance(checkpoint)
     target = lance.adapter_targets()["transformer"]
@@ -48,8 +48,8 @@ def test_an_image_with_an_adapter_equals_merged_weights(checkpoint: Path, tmp_pa
 
 
 def test_adapters_of_the_vocabulary_are_refused(checkpoint: Path, tmp_path: Path) -> None:
-    """An adapter of the token matrices is refused, because shortcuts read these matrices directly
-    and would silently ignore it.
+    """An adapter of the token embedding or output matrix is refused, because optimized code reads
+    these matrices directly and would silently ignore the adapter.
     """
     lance = load_lance(checkpoint)
     head = {"language_model.lm_head": (torch.zeros(4, 64), torch.zeros(64, 4))}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the components of a Lance checkpoint are found: repository root, sub-folders, missing
-components, and the command line.
+"""Finding the components of a Lance checkpoint: repository root, sub-folders, missing components,
+and the command line.
 """
 
 import json

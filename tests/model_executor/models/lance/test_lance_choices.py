@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public implementations of Lance differ in certain choices, and a convention is a named
-combination of them.
+"""Public implementations of Lance make different choices, and a convention is a named combination
+of choices.
 """
 
 from collections.abc import Iterator
@@ -60,8 +60,8 @@ VLLM_OMNI = {
 
 
 def test_conventions_differ_in_the_documented_choices() -> None:
-    """Conventions differ only in the documented choices. The default is the convention of the
-    original.
+    """Conventions differ only in the documented choices. The default is the original
+    implementation's convention.
     """
     original = asdict(LanceChoices())
     assert LanceOptions().choices == CONVENTIONS["original"] == LanceChoices()
@@ -91,8 +91,8 @@ def test_a_single_choice_is_not_an_option(name: str) -> None:
 
 @contextmanager
 def options_with(**choices: Any) -> Iterator[LanceOptions]:
-    """Yield options that differ from the original's only in these choices. No convention has this
-    combination.
+    """Yield options that differ from the `original` convention only in the given choices. The
+    choices are patched in, because no convention has this combination.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CONVENTIONS, "original", replace(LanceChoices(), **choices))
@@ -112,7 +112,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> LanceTokenizer:
 def texts(
     tokenizer: LanceTokenizer, task: Task, negative: str | None = None, **choices: Any
 ) -> tuple[str, str]:
-    """Return the conditional and the unconditional context as text, without visual blocks."""
+    """Return the conditional and unconditional contexts as text, without visual blocks."""
     block = (1, 1, 1)
     edits = {"vit": block, "reference": block} if task in EDIT_TASKS else {}
     with options_with(**choices) as served:
@@ -146,8 +146,9 @@ def test_system_prompts_of_edits_may_have_ascii_apostrophes(tokenizer: LanceToke
 
 
 def test_the_unconditional_context_may_be_empty(tokenizer: LanceTokenizer) -> None:
-    """An empty unconditional context contains nothing for an image and two markers for a video. A
-    negative prompt is placed between two markers. Other tasks keep their context.
+    """With `uncond_context="empty"`, the unconditional context is an empty string for text-to-image
+    and two markers for text-to-video. A negative prompt is placed between two markers. Other tasks
+    keep their context.
     """
     empty = {"uncond_context": "empty"}
     markers = "<|im_start|><|im_end|>"
@@ -159,7 +160,7 @@ def test_the_unconditional_context_may_be_empty(tokenizer: LanceTokenizer) -> No
 
 
 def test_a_prompt_may_be_wrapped(tokenizer: LanceTokenizer) -> None:
-    """A wrapped prompt adds a pair of markers to both contexts of a text task."""
+    """With wrapped prompts, both contexts of a text task are enclosed in a pair of markers."""
     for task in TEXT_TASKS:
         plain, wrapped = texts(tokenizer, task), texts(tokenizer, task, drawing_prompt="wrapped")
         assert wrapped == tuple(f"<|im_start|>{text}<|im_end|>" for text in plain)
@@ -170,8 +171,9 @@ def test_a_prompt_may_be_wrapped(tokenizer: LanceTokenizer) -> None:
 def test_positions_of_the_unconditional_context_and_of_the_block(
     tokenizer: LanceTokenizer,
 ) -> None:
-    """`uncond_positions` selects the positions of the text that follows the user's text.
-    `before_text` starts the generated block at the position where the user's text starts.
+    """`uncond_positions` selects the positions, in the unconditional context, of the text that
+    follows the user's text. With `noise_before_text`, the generated block starts at the position
+    where the user's text starts.
     """
     prompt = build_prompt("i2v", tokenizer.tokens, "A cat", noise=(2, 1, 1))
     shared, own = (plan_generation(prompt, choice) for choice in ("cond", "own"))
@@ -205,8 +207,8 @@ def test_pixels_are_rounded_or_truncated() -> None:
 
 @pytest.mark.parametrize(("height", "width"), [(60, 90), (500, 301), (900, 1600)])
 def test_patches_of_a_clip_equal_qwen2_vls_processor(height: int, width: int) -> None:
-    """Patches equal those of Qwen2-VL's processor up to the rounding of one level, for clips
-    smaller than the processor's smallest size, larger than its largest size, and in between.
+    """Patches equal those of Qwen2-VL's processor within one pixel level of rounding, for clips
+    below the processor's minimum size, above its maximum size, and in between.
     """
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     frames = torch.stack(
@@ -224,8 +226,8 @@ def test_patches_of_a_clip_equal_qwen2_vls_processor(height: int, width: int) ->
 
 
 def test_every_frame_of_a_clip_is_read_and_its_length_is_bounded() -> None:
-    """Buckets sample five of eight frames at 12 fps, whereas Qwen2-VL's processor takes every
-    frame.
+    """A bucket samples five of eight frames at 12 fps. Under vLLM-Omni's convention, every frame is
+    used, as in Qwen2-VL's processor, and longer clips are refused.
     """
     served = LanceOptions(convention="vllm_omni", max_num_frames=8)
 
@@ -276,7 +278,7 @@ def switched(checkpoint: Path) -> Lance:
 
 
 def small(task: str, **changes: Any) -> Any:
-    """Return a request of `REQUESTS` that servers with either convention accept."""
+    """Return a request from `REQUESTS` that is valid under either convention."""
     fields, tensors = REQUESTS[task]
     if task == "x2t_video":
         options = {name: value for name, value in fields["options"].items() if name != "resolution"}
@@ -293,7 +295,7 @@ def latents(lance: Lance) -> dict[Task, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def original_latents(original: Lance) -> dict[Task, torch.Tensor]:
-    """Return the latents under the original's choices."""
+    """Return each task's latents under the original implementation's choices."""
     return latents(original)
 
 
@@ -316,7 +318,9 @@ def test_a_choice_changes_only_its_tasks(
     tasks: tuple[Task, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A choice leaves the latents of all other tasks bit-identical."""
+    """A choice changes the latents of the listed tasks and leaves those of all other tasks
+    bit-identical.
+    """
     monkeypatch.setitem(CONVENTIONS, "original", replace(LanceChoices(), **{name: VLLM_OMNI[name]}))
     after = latents(original)
     assert {
@@ -332,8 +336,8 @@ def test_a_separate_vision_tower_takes_precedence(checkpoint: Path, original: La
 
 
 def test_every_task_runs_under_vllm_omnis_convention(original: Lance, switched: Lance) -> None:
-    """Results under vLLM-Omni's convention are finite and have the original's shape, and they
-    differ for every generation task.
+    """Under vLLM-Omni's convention, every result is finite and has the same shape as under the
+    original convention, and the latents differ for every generation task.
     """
     other = switched
     assert other.options.convention == "vllm_omni"
@@ -363,6 +367,6 @@ def test_the_route_sends_no_more_frames_than_are_read(checkpoint: Path) -> None:
         assert FAMILY.capabilities is not None
         return FAMILY.capabilities(hf_config(checkpoint), OmniConfig(model=model)).read_frames
 
-    assert frames(max_num_frames=9) == 72  # the request then samples a bucket's frames
+    assert frames(max_num_frames=9) == 72  # the frames of a bucket are sampled
     assert frames(max_num_frames=9, convention="vllm_omni") == 9
     assert frames(convention="vllm_omni") == 72

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder's kernels are compared with its fused ops in plain torch and fp32. On a CPU, the
-kernels run in Triton's interpreter.
+"""The decoder's Triton kernels are compared with its fused ops in plain torch and fp32. On a CPU,
+the kernels run in Triton's interpreter.
 """
 
 from dataclasses import fields
@@ -27,9 +27,9 @@ TYPES = list(TOLERANCE)
 
 
 def calls(dtype: torch.dtype, device: str) -> list[tuple[str, tuple[Any, ...]]]:
-    """Return the names and arguments of the fused ops.
+    """Return the names and arguments of calls to the fused ops.
 
-    In memory, values follow the keys. Calls without tokens run no kernel.
+    V follows K in memory. Calls without tokens launch no kernel.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -76,7 +76,7 @@ def check(kernels: Any, dtype: torch.dtype, device: str) -> int:
 
 
 def check_quantized(kernels: Any, dtype: torch.dtype, device: str) -> int:
-    """Check FP8 results: all scales equal those of the plain ops, and so do all values except a few
+    """Check that FP8 results equal those of the plain ops: all scales, and all values except a few
     on a rounding boundary.
     """
     made = [
@@ -99,7 +99,7 @@ def check_quantized(kernels: Any, dtype: torch.dtype, device: str) -> int:
         ), name
         assert torch.allclose(result.scale, wanted.scale, rtol=1e-2), name
         numbers, others = result.data.float(), wanted.data.float()
-        # Triton's interpreter loses the carry of a value just below a power of two.
+        # Triton's interpreter loses the carry when it rounds a value just below a power of two.
         if device == "cpu":
             numbers = torch.where(2 * numbers == others, others, numbers)
         assert (numbers - others).norm() / others.norm() < 2e-2, name
@@ -138,7 +138,9 @@ def test_kernels_on_a_gpu_equal_the_plain_ops(dtype: torch.dtype) -> None:
 
 
 def test_kernels_have_the_signatures_of_the_plain_ops() -> None:
-    """Kernels have the signatures of the plain ops, because either may be called."""
+    """Kernels have the same signatures as the plain ops, because callers use either
+    interchangeably.
+    """
     require_triton()
     from vllm_omni.model_executor.models.lance.network import fused_kernels
 
@@ -152,8 +154,8 @@ def test_kernels_have_the_signatures_of_the_plain_ops() -> None:
 def test_fused_ops_and_layers_quantize_inputs_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fused ops quantize inputs as layers do for an edit, which has contexts of text, vision and a
-    reference in addition to the generated blocks.
+    """Fused ops quantize inputs exactly as layers do. The test uses an image edit, which has text,
+    vision and reference contexts in addition to the generated blocks.
     """
     make_tiny(tmp_path, 0, "image")
     lance = load_lance(tmp_path)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions and rotary tables of packed sequences. The recorded tables are covered by
-test_lance_parity.py.
+"""Positions and rotary tables of packed sequences. test_lance_parity.py covers the recorded
+tables.
 """
 
 import torch

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets, cropping, resizing and frame sampling are compared with the original's published tables
-and with Pillow.
+"""Buckets, cropping, resizing and frame sampling, compared with the original implementation's
+tables and with Pillow.
 """
 
 import numpy as np
@@ -35,7 +35,7 @@ def test_the_buckets_are_the_originals(
 
 
 def test_the_widest_bucket_is_clipped_to_the_position_table() -> None:
-    """An image of 1152 pixels has 72 latent columns, but the position table has only 64."""
+    """An image 1152 pixels wide has 72 latent columns, but the position table has only 64."""
     assert buckets(768, 16, 1024)[0] == (496, 1024)
 
 
@@ -55,8 +55,8 @@ def test_the_crop_is_centred_and_as_large_as_possible() -> None:
 
 @pytest.mark.parametrize("target", [(48, 80), (112, 160)])
 def test_resizing_equals_pillows_bicubic(target: tuple[int, int]) -> None:
-    """Enlarging and shrinking a smooth image agrees with Pillow within one level of 255, because
-    Pillow rounds between its two passes.
+    """Enlarging and shrinking a smooth image agrees with Pillow within one uint8 level. The
+    results are not identical, because Pillow rounds between its two passes.
     """
     y, x = torch.meshgrid(torch.arange(66), torch.arange(110), indexing="ij")
     image = torch.stack((60 + y, 40 + x, 128 + 60 * torch.sin(x / 5 + y / 7)), dim=-1).to(
@@ -87,8 +87,8 @@ def test_the_vision_tower_receives_whole_patches() -> None:
 def test_a_clip_is_sampled_at_twelve_frames_per_second(
     frames: int, fps: float, retained: int
 ) -> None:
-    """Sampling keeps the first and the last frame, returns 4 k + 1 frames or all frames of a
-    shorter clip, and covers at most six seconds.
+    """Sampling keeps the first and last frames and covers at most six seconds. It returns 4 k + 1
+    frames, or all frames if the clip is shorter.
     """
     chosen = sampled_frames(frames, fps)
     assert len(chosen) == retained or len(chosen) == 1

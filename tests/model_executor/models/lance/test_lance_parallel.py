@@ -16,13 +16,13 @@ from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.lance.pipeline import Lance
 
 TOLERANCE = 1e-4
-"""Tolerance for fp32 latents, because ranks change the order of sums."""
+"""Tolerance for fp32 latents, because splitting sums over ranks changes the order of summation."""
 TASKS = ("t2i", "image_edit", "t2v", "i2v", "x2t_image")
 
 
 def results(lance: Lance) -> list[torch.Tensor]:
-    """Return the results of one batch that mixes tokens of generations, contexts and generated
-    text.
+    """Return the results of one batch that mixes generation tokens, context tokens and generated
+    text tokens.
     """
     requests = [
         request_of(task, **({} if task == "x2t_image" else {"output": "latents"})) for task in TASKS
@@ -57,7 +57,7 @@ def _compare(
 def test_ranks_equal_one(
     sequence_parallel: bool, size: int, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Ranks equal one rank, even when four ranks share two key/value heads."""
+    """Several ranks equal one rank, even when four ranks share two key/value heads."""
     run_ranks(
         _compare,
         (size, str(tmp_path / "rendezvous"), str(checkpoint), sequence_parallel),

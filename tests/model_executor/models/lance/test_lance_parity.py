@@ -60,7 +60,9 @@ def test_a_changed_recording_fails(file: str, tensor: str, amount: float, tmp_pa
 
 
 def test_the_number_of_steps_must_be_recorded(tmp_path: Path) -> None:
-    """A recording without its number of steps fails, because it cannot be replayed."""
+    """Verification fails if the recording lacks its number of steps, because it cannot be
+    replayed.
+    """
     for name in ("golden_fp32.safetensors", *_BESIDE):
         shutil.copyfile(GOLDEN / name, tmp_path / name)
     path = tmp_path / "golden_fp32.safetensors"
@@ -84,7 +86,7 @@ def test_the_command_reports_and_fails_for_an_empty_directory(
 
 @pytest.mark.parametrize("part", ["llm", "vit", "latent"])
 def test_an_unknown_recorded_setting_is_refused(part: str, tmp_path: Path) -> None:
-    """Verification refuses an unknown recorded setting, because ignoring it would compare a
+    """Verification refuses an unknown recorded setting, because ignoring it would mean comparing a
     different network.
     """
     for name in ("golden_fp32.safetensors", *_BESIDE):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder's fused ops, compiled and plain, and its position table. The computed values are
-compared with recorded tensors in other tests.
+"""The decoder's fused ops, compiled and plain, and its position table. Other tests compare the
+computed values with recorded tensors.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from vllm_omni.model_executor.models.lance.network.transformer import LancePosit
 
 @pytest.mark.nightly
 def test_compiled_ops_equal_plain_ones_for_any_number_of_tokens() -> None:
-    """One compiled kernel serves every number of tokens without recompilation after the first and
+    """A compiled op runs for any number of tokens without recompilation after the first call and
     agrees with the plain op within 1e-5 in fp32.
     """
     plain, compiled = FusedOps(), FusedOps.build(compiled=True)

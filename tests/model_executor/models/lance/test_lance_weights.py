@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight names and shapes are compared with the tables and the released totals, and strict loading
-refuses anything else.
+"""Weight names and shapes match the tables and the released totals, and strict loading refuses
+anything else.
 """
 
 import json
@@ -36,8 +36,8 @@ def elements(shapes: dict[str, tuple[int, ...]]) -> int:
     [(1, 1021, 6_185_205_808), (31, 1021, 7_105_548_336 - 668_684_288)],
 )
 def test_the_released_decoder_matches_the_table(frames: int, tensors: int, total: int) -> None:
-    """The decoder on the meta device, with the stored position table, has exactly the released
-    tensors.
+    """The decoder, built on the meta device with the stored position table, has exactly the
+    released tensors.
     """
     config = LanceConfig(max_latent_frames=frames)
     with torch.device("meta"):
@@ -61,8 +61,8 @@ def test_the_released_vision_tower_and_autoencoder_match_their_tables() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_shards_of_all_ranks_cover_the_whole(ranks: int) -> None:
-    """The shards of all ranks cover the whole: heads and columns are split. When there are more
-    ranks than key/value heads, these heads are replicated.
+    """The shards of all ranks together cover all weights: heads and columns are split, and
+    key/value heads are replicated when there are more ranks than such heads.
     """
     config = LanceConfig(num_layers=1)
     with torch.device("meta"):

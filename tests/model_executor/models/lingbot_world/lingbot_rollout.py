@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a short roll-out of the tiny recorded transformer, for tests that compare several ways of
+"""Short roll-outs of the tiny recorded transformer, for tests that compare different ways of
 running it.
 """
 
@@ -95,7 +95,7 @@ def roll_out(
     windows: Sequence[KVWindow] | None = None,
     chunks: Sequence[range] = CHUNKS,
 ) -> list[torch.Tensor]:
-    """Return the flow of the noisy step of every chunk, computed by one model or by its pipeline
+    """Return the flow predicted in the noisy step of every chunk by one model or by its pipeline
     stages in order.
 
     Args:

@@ -43,8 +43,8 @@ def load_world(
 
 @contextmanager
 def choosing(**choices: Any) -> Iterator[LingBotOptions]:
-    """Yield options that differ from `realtime` only in these choices. No convention has this
-    combination.
+    """Yield options that differ from the `realtime` convention only in the given choices. The
+    choices are patched in, because no convention has this combination.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CONVENTIONS, "realtime", replace(CONVENTIONS["realtime"], **choices))
@@ -62,8 +62,8 @@ def make_request(
     tensors: dict[str, torch.Tensor] | None = None,
     **params: Any,
 ) -> DiffusionRequest:
-    """Return the request of a chunk. By default it walks ahead, and the request of a first chunk
-    contains an image.
+    """Return the request for a chunk. By default the camera moves forward, and the request for a
+    first chunk contains an image.
     """
     tensors = dict(tensors or {})
     if session.chunk_index == 0 and "image" not in tensors:

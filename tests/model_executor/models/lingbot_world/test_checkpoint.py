@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every released checkpoint layout of LingBot World is found, and missing components are named in
-one line.
+one-line errors.
 """
 
 import json
@@ -61,8 +61,8 @@ def load(layout: CheckpointLayout) -> dict[str, torch.Tensor]:
 
 
 def test_all_layouts_load_the_same_model(originals):
-    """Every layout has the same tensors in its transformer, VAE and text encoder. The test excludes
-    the layout without stated sizes, which has heads of the released size, and the layouts with
+    """Every layout loads the same tensors for its transformer, VAE and text encoder. The test
+    excludes the layout without a config, whose heads have the released size, and the layouts with
     other controls.
     """
     same = [layout for layout in FAMILY.layouts if layout not in ("v2_1_3b", "act", "world")]
@@ -100,8 +100,8 @@ def test_every_layout_is_detected_with_all_parts(originals, layout, kind, versio
 
 
 def test_both_folder_names_and_the_folder_itself_are_found(checkpoints):
-    """The folder names `Lingbot-World-Fast` and `lingbot_world_fast` are equivalent. For a path to
-    the folder itself, the components next to the folder are found.
+    """The folder names `Lingbot-World-Fast` and `lingbot_world_fast` are equivalent. If the path
+    names the folder itself, the components next to it are found.
     """
     folder = checkpoints["original"] / "lingbot_world_fast"
     other = folder.rename(folder.with_name("Lingbot-World-Fast"))
@@ -115,8 +115,8 @@ def test_both_folder_names_and_the_folder_itself_are_found(checkpoints):
     "config", [None, "{}", '{"_class_name": "WanModelFast"}', '{"eps": 1e-6, "num_heads": 2}']
 )
 def test_sizes_without_a_config_are_read_from_tensors(checkpoints, config):
-    """The 1.3B release has no `config.json`, so width, layers, heads of 128 and control are read
-    from the file headers.
+    """The 1.3B release has no `config.json`, so the width, the number of layers and the control are
+    read from the file headers, and heads are assumed to be 128 wide.
     """
     if config is not None:
         (checkpoints["v2_1_3b"] / "config.json").write_text(config)
@@ -129,8 +129,8 @@ def test_sizes_without_a_config_are_read_from_tensors(checkpoints, config):
 
 
 def test_the_1_3b_has_the_published_size():
-    """The 1.3B model has 1071 tensors with 1,709,502,016 parameters. The config derived from the
-    tensor shapes is the same and has 12 heads.
+    """The 1.3B model has 1071 tensors with 1,709,502,016 parameters. Deriving the config from the
+    tensor shapes gives the same config, with 12 heads.
     """
     config = LingBotWorldConfig(dim=1536, ffn_dim=8960, num_heads=12, num_layers=30)
     shapes = transformer_shapes(config)
@@ -140,8 +140,8 @@ def test_the_1_3b_has_the_published_size():
 
 
 def test_an_unknown_number_of_heads_is_requested_by_name(checkpoints):
-    """If the width is not a multiple of 128, as in a tiny model, the error names the missing config
-    key. Adding that key fixes the error.
+    """If there is no config and the width is not a multiple of 128, as in a tiny model, the error
+    names the config key to add. Adding that key fixes the error.
     """
     config = checkpoints["v2"] / "transformers" / "config.json"
     stated = json.loads(config.read_text())
@@ -159,8 +159,8 @@ def test_an_unknown_number_of_heads_is_requested_by_name(checkpoints):
 
 
 def test_sizes_of_other_transformers_are_refused(tmp_path):
-    """A folder that only has a matching name is refused, and so is a transformer with a different
-    control.
+    """A set of tensors without a Wan transformer is refused, and so is a transformer with an
+    unknown control.
     """
     with pytest.raises(ValueError, match="somewhere holds no Wan transformer"):
         config_of_tensors({CAMERA_TENSOR: (64, 1536)}, "somewhere")
@@ -172,7 +172,7 @@ def test_sizes_of_other_transformers_are_refused(tmp_path):
 @pytest.mark.parametrize("stem", ["model", "diffusion_pytorch_model"])
 def test_a_transformer_in_one_file_may_be_next_to_components(checkpoints, stem):
     """A transformer in `model.safetensors` or `diffusion_pytorch_model.safetensors` is found at the
-    root and in each of the folders.
+    root and in the folders `transformers` and `transformer`.
     """
     tensors = {}
     for shard in sorted(checkpoints["v2_1_3b"].glob("*.safetensors")):
@@ -194,7 +194,7 @@ def test_a_transformer_in_one_file_may_be_next_to_components(checkpoints, stem):
 
 
 def test_components_may_be_shared_by_a_link_named_assets(checkpoints, tmp_path):
-    """Missing components are looked up below `assets`, but components in the directory itself take
+    """Missing components are looked up in `assets`, but components in the directory itself take
     precedence.
     """
     bare = checkpoints["v2_1_3b"]
@@ -214,8 +214,8 @@ def test_components_may_be_shared_by_a_link_named_assets(checkpoints, tmp_path):
 
 
 def test_the_generation_of_a_bare_repository_follows_from_name_or_width(checkpoints):
-    """The generation follows from the directory's name, or from the width because v1 was released
-    in only one width.
+    """The version (v1 or v2) is derived from the directory's name or from the model's width,
+    because v1 was released in only one width.
     """
     bare = checkpoints["v2_1_3b"]
     for width, version in ((1536, "v2"), (5120, "v1")):
@@ -240,7 +240,9 @@ def test_the_base_models_experts_are_not_detected_as_the_fast_model(checkpoints)
     "content", [{}, {"config.json": '{"model_type": "llama"}'}, {"config.json": "{"}]
 )
 def test_other_directories_are_not_detected(tmp_path, content):
-    """Detection never raises, whatever the directory contains."""
+    """Other directories are not detected, and detection never raises, whatever a directory
+    contains.
+    """
     for name, text in content.items():
         (tmp_path / name).write_text(text)
     assert not FAMILY.detect(tmp_path)
@@ -263,7 +265,7 @@ def test_other_directories_are_not_detected(tmp_path, content):
     ],
 )
 def test_a_missing_component_is_named_before_anything_is_read(checkpoints, layout, gone, message):
-    """One line names the missing component, the searched paths and the download command."""
+    """A one-line error names the missing component, the searched paths and the download command."""
     path = checkpoints[layout] / gone
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     found = find_layout(checkpoints[layout])
@@ -284,7 +286,9 @@ def test_a_wrong_file_under_the_vaes_name_is_refused(checkpoints):
 
 @pytest.mark.parametrize("layout", FAMILY.layouts)
 def test_hf_config_is_plain_json_and_complete(originals, layout):
-    """`hf_config` can be sent to workers as JSON by vLLM, and the pipeline can be built from it."""
+    """`hf_config` is plain JSON that vLLM can send to workers, and it contains everything needed to
+    build the pipeline.
+    """
     config = FAMILY.hf_config(originals[layout])
     assert json.loads(json.dumps(config)) == config
     assert config["architectures"] == [
@@ -319,7 +323,7 @@ def test_hf_config_needs_no_weight_files(tmp_path):
 
 def test_components_of_different_checkpoints_are_refused(checkpoints):
     """Components of different checkpoints, for example a text encoder of another width, are refused
-    when the server starts rather than in the first request.
+    at server start rather than at the first request.
     """
     path = checkpoints["original"] / "lingbot_world_fast" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "text_dim": 4096}))

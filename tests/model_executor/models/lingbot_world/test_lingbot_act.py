@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds that take action flags in addition to ray directions (`act`): where the flags come from,
+"""World models that take action flags in addition to ray directions (`act`): sources of the flags,
 and invalid flags.
 """
 
@@ -47,14 +47,16 @@ def planes(
 def flags(
     world: LingBotWorld, tensors: dict[str, torch.Tensor] | None = None, **params: Any
 ) -> list[list[float]]:
-    """Return the keys w, a, s and d of each latent frame. Every pixel must have the same value."""
+    """Return the flags for the keys w, a, s and d of each latent frame, after checking that they
+    are the same at every pixel.
+    """
     of_pixels = planes(world, tensors, **params)[3:]
     assert bool((of_pixels == of_pixels[:, :, :1, :1, :1]).all())
     return of_pixels[:, :, 0, 0, 0].T.tolist()
 
 
 def test_held_keys_become_flags(world: LingBotWorld) -> None:
-    """The keys w, a, s and d become flags of the model. The keys i, j, k and l only turn the
+    """The held keys w, a, s and d set the model's flags. The keys i, j, k and l only turn the
     camera.
     """
     assert flags(world, actions=[["w", "d"], ["l"], ["s", "a"]]) == [
@@ -65,8 +67,8 @@ def test_held_keys_become_flags(world: LingBotWorld) -> None:
 
 
 def test_flags_next_to_poses_are_read_at_the_frames_of_the_poses(world: LingBotWorld) -> None:
-    """Flags sent with poses have one entry per video frame. Only those of frames 0, 4 and 8 are
-    used, as for the poses. Without flags, no key is held.
+    """Flags sent with poses have one entry per video frame. Flags and poses are read only at frames
+    0, 4 and 8. If poses are sent without flags, no key counts as held.
     """
     action = torch.zeros(FIRST, 4, dtype=torch.int64)
     action[4, 1] = action[8, 3] = action[5] = 1
@@ -76,7 +78,9 @@ def test_flags_next_to_poses_are_read_at_the_frames_of_the_poses(world: LingBotW
 
 
 def test_movement_changes_no_direction(world: LingBotWorld) -> None:
-    """Movement leaves the ray directions unchanged, because only the keys encode translation."""
+    """Movement leaves the ray directions unchanged, because only the action flags encode
+    translation.
+    """
     moved = path()
     moved["poses"][:, 2, 3] = torch.arange(FIRST)
     assert torch.equal(planes(world, path()), planes(world, moved))
@@ -86,8 +90,8 @@ def test_movement_changes_no_direction(world: LingBotWorld) -> None:
 
 
 def test_flags_are_part_of_the_camera_input() -> None:
-    """Flags may be sent in stock vLLM's `multi_modal_data={"camera": {"poses": ..., "intrinsics":
-    ..., "action": ...}}`.
+    """Flags may be sent through stock vLLM as `multi_modal_data={"camera": {"poses": ...,
+    "intrinsics": ..., "action": ...}}`.
     """
     parsed = NamedTensorsParser().parse_mm_data({"camera": dict(path(action=torch.ones(FIRST, 4)))})
     assert set(parsed["camera"].get(0)) == {"poses", "intrinsics", "action"}

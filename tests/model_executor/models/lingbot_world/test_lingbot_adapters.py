@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of LingBot World, including its camera layers, equal merged weights. Every CUDA graph
-belongs to one adapter.
+"""LingBot World adapters, including those of its camera layers, equal merged weights. Every CUDA
+graph belongs to one adapter.
 """
 
 from pathlib import Path
@@ -16,11 +16,11 @@ from vllm_omni.model_executor.layers.lora.store import AdapterStore
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
 
 TOLERANCE = 2e-4
-"""Tolerance for fp32 latents of order 1 after two chunks of five passes."""
+"""Tolerance for fp32 latents of magnitude 1 after two chunks of five passes."""
 
 
 def walk(world: LingBotWorld, store: AdapterStore, choices: list[list[Lora]]) -> list[torch.Tensor]:
-    """Return the latents of a new session in which each chunk uses its own adapters."""
+    """Return the latents of a new session in which chunk i uses the adapters in `choices[i]`."""
     session = open_session(world, output="latents")
     return run_adapted(
         world,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alternatives taken from other implementations and selected by name: formulas, bytes, sessions,
-ranks.
+"""Alternatives taken from other implementations and selected by name: formulas, memory sizes,
+sessions, and ranks.
 
-The tests compute each formula independently, over whole clips, with only the VAE or from recorded
-tensors. The camera is tested in test_lingbot_camera_choices.py.
+The tests check each formula against an independent computation over whole clips, with only the VAE,
+or against recorded tensors. test_lingbot_camera_choices.py tests the camera.
 """
 
 from pathlib import Path
@@ -89,8 +89,8 @@ def session_after(world: LingBotWorld, chunks: int, **params: Any) -> LingBotSes
 def test_second_chunk_repeats_the_second_chunk_of_the_whole_clip(
     vae: StreamingWanVAE, recorded: dict[str, torch.Tensor], first: int
 ) -> None:
-    """SGLang encodes two chunks as one clip and repeats the second one for later chunks. The mask
-    is 1 only on the image.
+    """SGLang encodes two chunks as one clip and repeats the second chunk's latents for later
+    chunks. The mask is 1 only for the image.
     """
     image = recorded["image"][None, :, None]
     y, state = conditions(GreyCondition(vae, "second_chunk"), image, [first, 3, 3, 3])
@@ -104,8 +104,8 @@ def test_second_chunk_repeats_the_second_chunk_of_the_whole_clip(
 def test_fresh_grey_is_a_grey_clip_without_its_first_latent(
     vae: StreamingWanVAE, recorded: dict[str, torch.Tensor]
 ) -> None:
-    """The later condition equals the one recorded from PR 3701's extension. The chunk that contains
-    the image is encoded as if the whole clip were encoded.
+    """The condition of later chunks equals the one recorded from PR 3701's extension. The condition
+    of the first chunk, which contains the image, equals that of a whole encoded clip.
     """
     image = recorded["image"][None, :, None]
     y, _ = conditions(GreyCondition(vae, "fresh_grey"), image, [3, 3, 3])
@@ -144,8 +144,8 @@ def test_the_state_of_a_condition_is_immutable_and_within_its_estimate(
 def test_a_restarted_decode_equals_pr_3701(
     vae: StreamingWanVAE, recorded: dict[str, torch.Tensor]
 ) -> None:
-    """Each later chunk is decoded together with its two preceding latents, starting from an empty
-    cache, and the first 5 frames are dropped.
+    """Each later chunk is decoded together with the two preceding latent frames, starting from an
+    empty cache, and the first 5 video frames are dropped.
     """
     latents = recorded["latents"]
     decoder, state, pixels = ChunkDecoder(vae, continuation="restart"), None, []
@@ -168,7 +168,7 @@ def test_short_chunks_restart_with_the_available_latents(
     vae: StreamingWanVAE, chunks: list[int]
 ) -> None:
     """If only one latent frame precedes a chunk, only that frame is decoded again. Later chunks
-    decode two preceding frames again.
+    decode two preceding latent frames again.
     """
     latents = torch.randn(1, 16, sum(chunks), 2, 3, generator=torch.Generator().manual_seed(0))
     decoder, state, start = ChunkDecoder(vae, continuation="restart"), None, 0
@@ -182,7 +182,9 @@ def test_short_chunks_restart_with_the_available_latents(
 
 
 def restart_in_bands(rank: int, rendezvous: str) -> None:
-    """Compare one of two ranks, each of which decodes a band of rows, with the whole decoder."""
+    """Compare one of two ranks, each of which decodes a band of rows, with a decoder on a single
+    rank.
+    """
     with process_group(rank, 2, rendezvous) as group:
         compare_bands(RowBands(rank, 2, group))
 
@@ -213,8 +215,8 @@ def compare_bands(bands: RowBands) -> None:
 
 @pytest.mark.nightly
 def test_ranks_that_share_the_decode_restart_together(tmp_path: Path) -> None:
-    """With `omni.vae_parallel`, each rank keeps both complete latents and decodes its own rows of
-    them (fp32, 1e-5).
+    """With `omni.vae_parallel`, each rank retains both preceding latent frames completely and
+    decodes its own rows of them (fp32, 1e-5).
     """
     run_ranks(restart_in_bands, (str(tmp_path / "rendezvous"),), 2)
 
@@ -223,7 +225,7 @@ def test_ranks_that_share_the_decode_restart_together(tmp_path: Path) -> None:
 
 
 def test_a_prompt_switch_can_be_ignored(pr3701: LingBotWorld) -> None:
-    """Under PR 3701's convention, a session uses its first prompt and ignores later ones."""
+    """Under PR 3701's convention, a session uses its first prompt and ignores later prompts."""
     session = session_after(pr3701, 1)
     plain, switched = session.fork("plain"), session.fork("switched")
     ours = run_chunk(pr3701, switched, prompt="a snow storm")[1]["frames"]
@@ -241,7 +243,7 @@ def test_a_prompt_switch_can_be_ignored(pr3701: LingBotWorld) -> None:
 def test_bytes_are_constant_and_a_fork_and_an_abandoned_chunk_leave_no_trace(
     lingbot_world: Path, convention: str
 ) -> None:
-    """Over eight chunks with an image switch, a session never holds more bytes than were counted
+    """Over eight chunks with an image switch, a session never holds more bytes than were admitted
     for it.
     """
     world = load_world(lingbot_world, **SMALL, convention=convention)
@@ -276,8 +278,9 @@ def test_bytes_are_constant_and_a_fork_and_an_abandoned_chunk_leave_no_trace(
 def test_a_restarting_session_reserves_two_latent_frames_instead_of_the_decoders_cache(
     lingbot_world: Path, pr3701: LingBotWorld
 ) -> None:
-    """A session whose condition and decoder restart also reserves no encoder cache, because its
-    condition starts from an empty state.
+    """A session whose condition and decoder restart reserves two latent frames instead of the
+    decoder's cache. It reserves no encoder cache either, because its condition starts from an empty
+    state.
     """
     params = DiffusionParams(session_id="a", prompt="a beach")
     plain = load_world(lingbot_world, **SMALL)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Camera maths beyond the recorded tensors: what each convention means, and invalid input."""
+"""Camera maths that the recorded tensors do not cover: the meaning of each convention, and invalid
+input.
+"""
 
 import math
 from typing import Any
@@ -66,7 +68,9 @@ def test_relative_motion_does_not_depend_on_the_origin() -> None:
 def test_translations_are_divided_by_a_constant_or_the_largest(
     scale: float | None, expected: list[float]
 ) -> None:
-    """A path without translation stays unchanged by scaling."""
+    """Translations are divided by a constant or by the largest translation. Scaling leaves a path
+    without translation unchanged.
+    """
     relative = torch.stack([pose(), pose(z=0.1), pose(x=0.05)])
     out = cam.scaled_translations(relative, scale)
     assert out[:, :3, 3].norm(dim=1).tolist() == pytest.approx(expected)
@@ -111,8 +115,8 @@ def test_walking_while_looking_up_stays_on_the_ground() -> None:
 
 
 def test_a_step_beyond_85_degrees_of_pitch_is_ignored() -> None:
-    """The camera turns 21 steps of 4 degrees to reach 84, and ignores the next step because it
-    would reach 88.
+    """The camera pitches up by 21 steps of 4 degrees to 84 degrees, and ignores the next step
+    because it would exceed 85 degrees.
     """
     _, tail = cam.integrate_actions(["i"] * 40, cam.CameraTail.origin())
     assert tail.pitch_degrees == 84
@@ -139,7 +143,9 @@ def test_a_walk_in_chunks_equals_the_whole_walk(script: list[set[str]], cut: int
 @given(st.lists(st.sampled_from(list("jlik")), max_size=300))
 @settings(max_examples=20, deadline=None)
 def test_poses_of_long_walks_stay_rotations(keys: list[str]) -> None:
-    """After 300 turns, R R^T differs from the identity only by rounding (1e-12 in fp64)."""
+    """After 300 turns, the rotation matrix R is still valid: R R^T differs from the identity only
+    by rounding (1e-12 in fp64).
+    """
     poses, tail = cam.integrate_actions([*keys, "w"], cam.CameraTail.origin())
     rotation = tail.pose_44[:3, :3]
     torch.testing.assert_close(rotation @ rotation.mT, EYE[:3, :3], atol=1e-12, rtol=0)
@@ -243,8 +249,8 @@ def test_bad_intrinsics_are_named(intrinsics: torch.Tensor, code: str, message: 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_fuzzed_poses_are_read_or_refused(data: Any) -> None:
-    """Any float in any element of the first pose either gives finite rays or raises
-    `RequestFailed`.
+    """Whatever float is put into any element of the first pose, the result is either finite rays or
+    a `RequestFailed` error.
     """
     poses = torch.eye(4, dtype=torch.float64).repeat(9, 1, 1)
     row, column = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
@@ -260,8 +266,9 @@ def test_fuzzed_poses_are_read_or_refused(data: Any) -> None:
 
 
 def test_a_path_in_chunks_equals_the_originals_whole_path() -> None:
-    """If `camera_scale` is the largest step of a path, chunks have the same relative poses as the
-    whole path. The tolerance of 1e-5 covers the fp32 rounding of 3e-7.
+    """If `camera_scale` is the largest step of a path, processing the path in chunks gives the same
+    relative poses as processing it at once. The tolerance of 1e-5 covers the fp32 rounding error of
+    3e-7.
     """
     clip = torch.stack([pose(x=0.02 * i, z=0.05 * i, yaw=0.7 * i) for i in range(33)])
     whole = prepare_trajectory(clip, torch.tensor([[416.0, 416.0, 416.0, 240.0]]), 32, 48)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Camera conventions of public implementations are selected by name and compared with recordings or
+"""Camera conventions of public implementations, selected by name and compared with recordings or
 with an independent computation.
 """
 
@@ -35,8 +35,8 @@ def new_session(world: LingBotWorld) -> LingBotSession:
 def ray_maps(
     world: LingBotWorld, session: LingBotSession, chunks: list[dict[str, Any]], **choices: Any
 ) -> list[Any]:
-    """Return (relative poses, ray map) of each chunk under `choices`. The test runs only the
-    camera.
+    """Return (relative poses, ray map) for each chunk under `choices`, computed by the camera code
+    alone.
     """
     maps = []
     with choosing(**choices) as served:
@@ -65,7 +65,7 @@ def ray_maps(
 def test_held_keys_give_the_ray_maps_of_each_implementation(
     world: LingBotWorld, recording: str, options: dict[str, Any]
 ) -> None:
-    """Held keys give the ray maps that were recorded from each implementation over three chunks
+    """Over three chunks, held keys give the ray maps recorded from each implementation
     (tests/golden/lingbot, 1e-5).
     """
     golden = load_file(GOLDEN / "camera.safetensors")
@@ -87,8 +87,8 @@ def test_held_keys_give_the_ray_maps_of_each_implementation(
 
 
 def test_chunks_may_be_relative_to_their_first_pose(world: LingBotWorld) -> None:
-    """In PR 3701's extension, the first frame of a chunk is its reference, and translations are
-    divided by the chunk's largest one.
+    """In PR 3701's extension, poses are relative to the first frame of their chunk, and
+    translations are divided by the largest translation of the chunk.
     """
     generator = torch.Generator().manual_seed(4)
     chunks = []
@@ -118,8 +118,9 @@ def test_chunks_may_be_relative_to_their_first_pose(world: LingBotWorld) -> None
 
 
 def test_session_max_is_the_longest_step_so_far(world: LingBotWorld) -> None:
-    """Under `session_max`, a diagonal step of sqrt(2) units scales all later steps, including those
-    of later chunks. The scale in a request takes precedence.
+    """Under `session_max`, steps are divided by the longest step so far: after a diagonal step of
+    sqrt(2) units, all later steps are divided by it, also in later chunks. A scale in the request
+    takes precedence.
     """
     session = new_session(world)
     chunks: list[dict[str, Any]] = [
@@ -137,8 +138,8 @@ def test_session_max_is_the_longest_step_so_far(world: LingBotWorld) -> None:
 
 
 def test_bf16_rays_round_every_operation() -> None:
-    """Rays of a camera that does not move equal a computation that rounds every operation to bf16.
-    In bf16, pixel coordinates above 256 are already rounded.
+    """The rays of a static camera equal a computation that rounds every operation to bf16. In bf16,
+    the pixel coordinates above 256 are already rounded before the first operation.
     """
     height, width = 480, 832
     ours = camera_map(
@@ -161,8 +162,8 @@ def test_bf16_rays_round_every_operation() -> None:
 
 
 def test_a_bf16_camera_loses_small_steps_far_from_the_origin(world: LingBotWorld) -> None:
-    """Poses are rounded to bf16 before they are compared, so after thirty frames steps are off by
-    up to 0.2 of their length.
+    """A bf16 camera rounds poses before it computes the steps between them. After thirty frames,
+    steps are therefore off by up to 0.2 of their length.
     """
     keys = [["w", "l"] if index % 3 else ["w"] for index in range(30)]
     chunks = [{"actions": keys[start : start + 3]} for start in range(0, 30, 3)]

@@ -175,7 +175,7 @@ def test_windows_that_cannot_serve_a_chunk_are_refused(
 
 
 def test_conventions_differ_in_the_documented_choices() -> None:
-    """Conventions differ only in the documented choices. The default convention is intended for
+    """Conventions differ only in the documented choices. The default convention is the one for
     interactive worlds.
     """
     sglang = {

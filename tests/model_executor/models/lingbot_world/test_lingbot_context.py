@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Later chunks attend to keys and values either of the clean-context pass or of the last step."""
+"""Later chunks attend to the keys and values of either the clean-context pass or the last denoise
+step.
+"""
 
 from pathlib import Path
 
@@ -20,7 +22,7 @@ def _window_of(request: DiffusionRequest) -> torch.Tensor:
 
 
 def _run_chunks(world: LingBotWorld, chunks: int) -> list[tuple[list[torch.Tensor], torch.Tensor]]:
-    """Return the window after each pass of each chunk, and the chunk's latents."""
+    """Return, for each chunk, the K/V window after each pass and the latents."""
     session, results = open_session(world, output="latents"), []
     for _ in range(chunks):
         request, windows = make_request(world, session, prompt="a beach", output="latents"), []
@@ -34,14 +36,14 @@ def _run_chunks(world: LingBotWorld, chunks: int) -> list[tuple[list[torch.Tenso
 
 def test_later_chunks_attend_to_the_last_step(lingbot_world: Path) -> None:
     """With `last_step`, the clean-context pass is skipped from the second chunk on. The first chunk
-    contains the sinks and keeps its clean pass.
+    keeps its clean-context pass, because it contains the sinks.
     """
     options = {"window_frames": 9, "sink_frames": SINK_FRAMES}
     clean = _run_chunks(load_world(lingbot_world, **options), 3)
     saved = _run_chunks(load_world(lingbot_world, context_kv="last_step", **options), 3)
     assert [len(windows) for windows, _ in clean] == [5, 5, 5]
     assert [len(windows) for windows, _ in saved] == [5, 4, 4]
-    for chunk in (0, 1):  # both attend to the clean first chunk
+    for chunk in (0, 1):  # chunks 0 and 1 attend only to the clean first chunk
         assert torch.equal(clean[chunk][1], saved[chunk][1])
     assert torch.equal(clean[1][0][3], saved[1][0][-1]), "the K/V before the clean pass remain"
     assert not torch.equal(clean[1][0][4], saved[1][0][-1])
@@ -49,9 +51,9 @@ def test_later_chunks_attend_to_the_last_step(lingbot_world: Path) -> None:
 
 
 def test_a_chunk_of_one_step_has_the_clean_pass(lingbot_world: Path) -> None:
-    """A chunk of one step keeps its clean-context pass, because its only step sees nothing but
-    noise. The pass is kept whether all chunks have one step (the preset `realtime` of a world
-    trained for one) or only this chunk was reduced to one.
+    """A one-step chunk keeps its clean-context pass, because its only step sees nothing but noise.
+    This holds whether all chunks have one step (the `realtime` preset of a world model trained for
+    one step) or only this chunk was reduced to one step.
     """
     world = load_world(lingbot_world, context_kv="last_step", sink_frames=0)
     request = make_request(world, open_session(world), prompt="a beach")

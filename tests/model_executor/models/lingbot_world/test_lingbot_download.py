@@ -28,8 +28,8 @@ BASE, FAST = (piece.repo for piece in PIECES)
 def download(
     endpoint: str, out: Path, tmp_path: Path, model: str = "lingbot_world_fast"
 ) -> tuple[int, str]:
-    """Return the status and output of the command, which runs in a process forked from one that has
-    imported the libraries.
+    """Return the exit status and output of the command, run in a process forked from one that has
+    already imported the libraries.
     """
     environment = {
         "HF_ENDPOINT": endpoint,
@@ -50,7 +50,7 @@ def download(
 
 
 def _download(environment: dict[str, str], out: Path, model: str, log: Path) -> None:
-    os.environ.update(environment)  # read by the hub's client at import
+    os.environ.update(environment)  # the hub client reads them at import
     for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
         del sys.modules[name]
     from huggingface_hub import constants
@@ -58,8 +58,8 @@ def _download(environment: dict[str, str], out: Path, model: str, log: Path) -> 
     from vllm_omni.entrypoints.cli.checkpoints import download
     from vllm_omni.entrypoints.cli.errors import CommandError
 
-    # The released weights take up 86 GB of disk and thousands of transfer chunks per file. The
-    # stand-in reproduces neither.
+    # The released weights occupy 86 GB on disk and are transferred in thousands of chunks per file.
+    # The tiny stand-in reproduces neither.
     constants.DOWNLOAD_CHUNK_SIZE = 1 << 16
     download._check_disk = lambda out, gigabytes: None
     with log.open("w") as output, redirect_stdout(output), redirect_stderr(output):
@@ -82,15 +82,17 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def released_contents(folder: Path) -> dict[str, bytes]:
-    """Return the released files without the `config.json` for `vllm serve`, which must exist."""
+    """Return the downloaded files of a release, after checking that the `config.json` for `vllm
+    serve` exists and removing it from the result.
+    """
     found = contents(folder)
     assert "model_type" in json.loads(found.pop(ROOT_CONFIG))
     return found
 
 
 def test_a_broken_transfer_resumes_and_the_result_is_a_checkpoint(tmp_path: Path) -> None:
-    """Both repositories are downloaded into one original layout, byte for byte. A truncated file is
-    resumed where it stopped, and files that the layout does not use are not fetched.
+    """Both repositories are downloaded into one original layout, byte for byte. A truncated
+    download resumes where it stopped, and files that the layout does not use are not downloaded.
     """
     base, fast, out = (tmp_path / name for name in ("base", "fast", "world"))
     make_tiny(base, 0, "original")
@@ -101,7 +103,7 @@ def test_a_broken_transfer_resumes_and_the_result_is_a_checkpoint(tmp_path: Path
     (base / "high_noise_model" / "diffusion_pytorch_model.safetensors").write_bytes(b"unused")
     with hub_server({BASE: base, FAST: fast}, cut="Wan2.1_VAE.pth") as (endpoint, fetched):
         status, printed = download(endpoint, out, tmp_path)
-        if status:  # the client does not retry, so repeat the command as a user would
+        if status:  # the client does not retry, so rerun the command as a user would
             assert "Run the same command again to resume" in printed
             status, printed = download(endpoint, out, tmp_path)
     assert status == 0, printed

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions with CUDA graphs are bit-identical to sessions without them.
 
-On a CPU, the simulated "graph" repeats the forward pass with every decision that the host made when
-the graph was captured. An incomplete key (for example, one without the camera) therefore changes
-the latents.
+On a CPU, a simulated "graph" reruns the forward pass with the host-side decisions made at capture.
+An incomplete graph key (for example, one without the camera) therefore changes the latents.
 """
 
 from pathlib import Path
@@ -47,10 +46,10 @@ def walk(world: LingBotWorld, start: int = 0) -> list[torch.Tensor]:
 def test_sessions_with_graphs_equal_sessions_without(
     lingbot_world: Path, kv_dtype: torch.dtype | None
 ) -> None:
-    """The second session only replays graphs of the first session.
+    """The second session only replays graphs captured by the first session.
 
-    The expected number of graphs is the number of ring positions, while the ring fills and later,
-    times the kinds of pass.
+    The expected number of graphs is the number of ring positions (those while the ring fills and
+    those after) times the number of kinds of pass.
     """
     plain, by_graphs = (load_world(lingbot_world, kv_dtype=kv_dtype, **OPTIONS) for _ in range(2))
     by_graphs.transformer.graphs = ForwardGraphs(capture=hold)
@@ -62,7 +61,7 @@ def test_sessions_with_graphs_equal_sessions_without(
 
 
 def test_batched_sessions_with_graphs_equal_sessions_without(lingbot_world: Path) -> None:
-    """Requests in a batch use their own camera and condition when graphs are replayed."""
+    """When graphs are replayed for a batch, each request uses its own camera and condition."""
     plain, by_graphs = load_world(lingbot_world, **OPTIONS), load_world(lingbot_world, **OPTIONS)
     by_graphs.transformer.graphs = ForwardGraphs(capture=hold)
     results: list[list[torch.Tensor]] = []

@@ -20,7 +20,9 @@ from vllm_omni.model_executor.layers.collectives.parallel import (
 
 FP8 = torch.float8_e4m3fn
 TOLERANCE = 1e-5
-"""Tolerance for four chunks in fp32, because ranks change the order of sums."""
+"""Tolerance for four chunks in fp32, because splitting sums over ranks changes the order of
+summation.
+"""
 
 
 def _compare(
@@ -60,8 +62,8 @@ def test_two_ranks_equal_one(
     hopper: bool,
     tmp_path: Path,
 ) -> None:
-    """Two ranks equal one rank for 18 tokens per chunk, and for 9 tokens, which cannot be divided
-    evenly.
+    """Two ranks equal one rank, both for 18 tokens per chunk and for 9 tokens, which cannot be
+    divided evenly.
     """
     arguments = (str(tmp_path / "rendezvous"), sequence_parallel, height, storage, hopper)
     run_ranks(_compare, arguments, 2)

@@ -103,7 +103,7 @@ def test_a_changed_weight_fails(tmp_path: Path) -> None:
     ids=["sink", "window", "eps"],
 )
 def test_the_metadata_defines_the_architecture(key: str, value: float, tmp_path: Path) -> None:
-    """If the metadata describes another architecture, the recorded values no longer match."""
+    """Verification fails if the metadata describes another architecture than the recording used."""
     path = copy(tmp_path, "dit_window9_sink3_c3.safetensors") / "dit_window9_sink3_c3.safetensors"
     change_settings(path, "cfg", **{key: value})
     if key == "local_attn_size":
@@ -147,7 +147,9 @@ def test_an_empty_file_fails(tmp_path: Path) -> None:
 
 
 def test_a_second_vae_recording_is_compared(tmp_path: Path) -> None:
-    """Scenario files may have any name that matches `vae_*.safetensors` or `dit_*.safetensors`."""
+    """A second VAE recording is compared too, because every file that matches `vae_*.safetensors`
+    or `dit_*.safetensors` is a scenario.
+    """
     copy(tmp_path, "vae.safetensors")
     (tmp_path / "vae.safetensors").rename(tmp_path / "vae_other.safetensors")
     report = verify(tmp_path)
@@ -156,7 +158,7 @@ def test_a_second_vae_recording_is_compared(tmp_path: Path) -> None:
 
 
 def test_an_unknown_recorded_setting_of_the_vae_is_refused(tmp_path: Path) -> None:
-    """An unknown recorded setting of the VAE is refused, because ignoring it would compare a
+    """An unknown recorded setting of the VAE is refused, because ignoring it would mean comparing a
     different network.
     """
     path = copy(tmp_path, "vae.safetensors") / "vae.safetensors"

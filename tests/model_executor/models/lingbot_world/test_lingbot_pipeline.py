@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LingBot world driven as the runner drives it: sessions, chunks, and isolation between
+"""A LingBot World model driven as the runner drives it: sessions, chunks, and isolation between
 sessions.
 """
 
@@ -39,20 +39,20 @@ from vllm_omni.model_executor.models.lingbot_world.state import LingBotSession, 
 from vllm_omni.outputs import RequestFailed
 
 PIXELS_TOLERANCE = 1
-"""Tolerance in uint8 levels, because a different order of sums moves a value across a rounding
-boundary at most once.
+"""Tolerance in uint8 levels, because a different order of summation moves a value across at most
+one rounding boundary.
 """
 
 
 @pytest.fixture(scope="module", params=[None, torch.float8_e4m3fn], ids=["plain K/V", "FP8 K/V"])
 def any_world(request: pytest.FixtureRequest, lingbot_world: Path) -> LingBotWorld:
-    """Return a world with a window of 7 frames and 2 sinks, which is full after three chunks."""
+    """Return a model with a window of 7 frames and 2 sinks, which is full after three chunks."""
     return load_world(lingbot_world, window_frames=7, sink_frames=2, kv_dtype=request.param)
 
 
 @pytest.fixture(scope="module")
 def world(lingbot_world: Path) -> LingBotWorld:
-    """Return the same world with plain keys and values."""
+    """Return a model with unquantized keys and values."""
     return load_world(lingbot_world, window_frames=7, sink_frames=2)
 
 
@@ -131,8 +131,8 @@ def test_request_fields_change_the_frames(world: LingBotWorld, change: dict[str,
 
 
 def test_poses_equal_the_actions_that_produce_them(world: LingBotWorld) -> None:
-    """A client sends one pose per pixel frame, of which every fourth one is used. Intrinsics refer
-    to 480 x 832.
+    """Poses give the same frames as the actions that produce them. A client sends one pose per
+    pixel frame, and the model uses every fourth pose. Intrinsics refer to 480 x 832.
     """
     held = ["w", "wj", "i", "w", "d", "d"]
     path, _ = integrate_actions(held, CameraTail.origin())
@@ -141,7 +141,7 @@ def test_poses_equal_the_actions_that_produce_them(world: LingBotWorld) -> None:
     by_keys, by_poses = open_session(world), open_session(world)
     by_poses.own = WorldCoordinates(
         condition=None, tail=CameraTail.origin()
-    )  # keys start at the origin; uploaded poses start where they start
+    )  # with keys, the camera starts at the origin
     for chunk, pixel_frames in ((0, 9), (1, 12)):
         rows = torch.eye(4).repeat(pixel_frames, 1, 1)
         rows[[0, 4, 8] if chunk == 0 else [3, 7, 11]] = path[3 * chunk : 3 * chunk + 3].float()
@@ -183,8 +183,8 @@ def test_decoding_the_latents_of_a_session_gives_its_frames(world: LingBotWorld)
 def test_sessions_at_different_steps_and_chunks_in_one_batch_equal_solo_runs(
     world: LingBotWorld,
 ) -> None:
-    """Latents of sessions in a batch are within 1e-4 of solo runs. Three sessions start one after
-    another, so every batch mixes steps.
+    """The latents of batched sessions are within 1e-4 of those of solo runs. Three sessions start
+    at different times, so every batch mixes denoise steps.
     """
     pairs, mixed = run_staggered(
         world,
@@ -199,8 +199,8 @@ def test_sessions_at_different_steps_and_chunks_in_one_batch_equal_solo_runs(
 
 
 def test_an_aborted_chunk_leaves_the_session_byte_identical(any_world: LingBotWorld) -> None:
-    """A chunk may be aborted before, between or after its denoise steps, or after decoding, also
-    once the window is full. The session stays byte-identical, and the retried chunk is the same.
+    """Aborting a chunk before, between or after its denoise steps, or after decoding, leaves the
+    session byte-identical, even once the window is full. The retried chunk gives the same result.
     """
     session = open_session(any_world)
     run_chunk(any_world, session, prompt="a beach")
@@ -304,8 +304,8 @@ def test_a_first_chunk_of_one_latent_frame(lingbot_world: Path) -> None:
 def test_pipeline_stages_equal_one_rank_bit_for_bit(
     lingbot_world: Path, any_world: LingBotWorld
 ) -> None:
-    """Two pipeline stages are bit-identical to one rank when hidden states are sent forward and
-    latents back, as the runner does.
+    """Two pipeline stages are bit-identical to one rank when, as in the runner, hidden states are
+    sent to the next stage and latents back to the first.
     """
     options = {"window_frames": 7, "sink_frames": 2, "kv_dtype": any_world.kv_dtype}
     stages = [
@@ -406,7 +406,9 @@ def test_warm_up_runs_the_largest_shape(world: LingBotWorld) -> None:
 
 @pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
 def test_a_parameter_without_effect_is_refused(world: LingBotWorld, field: str) -> None:
-    """A request parameter that has no effect on the model is refused by name."""
+    """A request parameter that has no effect on the model is refused with an error that names
+    it.
+    """
     session = open_session(world)
     with pytest.raises(RequestFailed, match=f"does not use {field}") as refused:
         world.prepare_encode(make_request(world, session, **{field: IMAGE_AND_VIDEO_PARAMS[field]}))

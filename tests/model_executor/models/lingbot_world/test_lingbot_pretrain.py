@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot v2 before distillation uses two windows per session, one solver per chunk, and guidance.
-The computed values are compared with recorded tensors in other tests.
+"""LingBot v2 before distillation uses two K/V windows per session, one solver per chunk, and
+guidance. Other tests compare the computed values with recorded tensors.
 """
 
 from collections.abc import Callable
@@ -71,7 +71,9 @@ def test_a_chunk_has_forty_steps_and_a_clean_context_pass(world: LingBotWorld) -
 
 
 def test_every_chunk_restarts_its_solver(world: LingBotWorld) -> None:
-    """A chunk aborted in the middle of its solver leaves no trace in the next chunk."""
+    """Every chunk restarts its solver, so a chunk aborted between solver steps leaves no trace in
+    the next chunk.
+    """
     session = open_session(world, "left", output="latents")
     left = make_request(world, session, prompt=PROMPT, output="latents")
     world.prepare_encode(left)
@@ -112,7 +114,9 @@ def test_two_sessions_in_one_forward_equal_each_alone(world: LingBotWorld) -> No
 
 
 def test_a_session_and_its_fork_have_two_windows(world: LingBotWorld) -> None:
-    """The bytes of a session include both windows, and a fork continues with the same result."""
+    """The memory size of a session includes both windows, and a fork continues with the same
+    result.
+    """
     session = open_session(world, "forked", output="latents")
     assert isinstance(session.window, GuidedWindows)
     assert session.window.nbytes == world.window_nbytes(session.shape)
@@ -129,8 +133,8 @@ def test_a_session_and_its_fork_have_two_windows(world: LingBotWorld) -> None:
 
 
 def test_attention_is_global_unless_a_window_is_set(checkpoint: Path, world: LingBotWorld) -> None:
-    """Without a window, a session ends after 21 latent frames, as in the original. A window is an
-    extension of this package.
+    """Without a window, a session ends after 21 latent frames, as in the original implementation.
+    Windows are an extension of this package.
     """
     assert (world.plan.window_frames, world.plan.sink_frames) == (21, 21)
     with pytest.raises(RequestFailed, match="global attention holds 21 latent frames"):

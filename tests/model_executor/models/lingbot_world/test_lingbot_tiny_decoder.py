@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LingBot world with the tiny decoder: frames and invalid options."""
+"""LingBot World with the tiny decoder: frames and invalid options."""
 
 import dataclasses
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_frames_are_the_sessions_latents_decoded_as_one_clip(
     decoder = TinyVAEDecoder(tiny_vae_channels(path))
     load_tiny_vae(decoder, path)
     pixels, _ = decoder.decode(torch.cat(clip, dim=1)[None], None)
-    # Sums are ordered differently.
+    # Decoding in chunks changes the order of summation.
     assert (torch.cat(made).int() - to_uint8(pixels).int()).abs().max() <= 1
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LingBot world decoded on a separate pipeline stage gives the same frames as one rank."""
+"""LingBot World with decoding on a separate pipeline stage gives the same frames as on one rank."""
 
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ PROMPTS = ("a beach", None, "a town at night", None)
 
 @pytest.mark.parametrize("options", [SMALL, RESTART, TINY], ids=["cache", "restart", "tiny"])
 def test_frames_equal_those_of_one_rank(lingbot_world: Path, options: dict[str, Any]) -> None:
-    """The frames stay equal after a prompt switch, and the stage with the transformer layers has no
-    decoder.
+    """The frames equal those of one rank, also after a prompt switch. The stage with the
+    transformer layers has no decoder.
     """
     one = load_world(lingbot_world, **options)
     layers = load_world(lingbot_world, ParallelContext(vae_stage=True), **options)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight names and strict loading. The tables cover every tensor of the released checkpoints."""
+"""Weight names and strict loading. The name tables cover every tensor of the released
+checkpoints.
+"""
 
 import json
 import re
@@ -41,7 +43,7 @@ def tiny_text_config() -> UMT5Config:
 
 
 def wan_text_names(num_layers: int) -> dict[str, str]:
-    """Return the transformers name for every text encoder tensor of Wan, written out by hand."""
+    """Return the transformers name of every tensor of Wan's text encoder, written out by hand."""
     names = {
         "token_embedding.weight": "shared.weight",
         "norm.weight": "encoder.final_layer_norm.weight",
@@ -64,14 +66,16 @@ def wan_text_names(num_layers: int) -> dict[str, str]:
 
 
 def test_vae_rules_map_all_194_names_of_the_original():
-    """Each of the 194 original names maps to the diffusers name that was verified for it."""
+    """Each of the 194 original VAE tensor names maps to its verified diffusers name."""
     recorded = json.loads((GOLDEN / "vae_key_map.json").read_text())
     assert len(recorded) == 194
     assert {name: rename(name, VAE_RULES) for name in recorded} == recorded
 
 
 def test_rules_keep_library_names():
-    """Names of diffusers and transformers stay unchanged, so both layouts load in the same way."""
+    """Renaming leaves diffusers and transformers names unchanged, so both layouts load in the same
+    way.
+    """
     recorded = json.loads((GOLDEN / "vae_key_map.json").read_text())
     assert [rename(name, VAE_RULES) for name in recorded.values()] == list(recorded.values())
     text = list(wan_text_names(2).values())
@@ -79,8 +83,8 @@ def test_rules_keep_library_names():
 
 
 def test_the_full_size_text_encoder_matches_wans_names():
-    """umt5-xxl has 242 tensors with 5,680,910,336 parameters, and Wan's names map to them one to
-    one.
+    """The full-size text encoder, umt5-xxl, has 242 tensors with 5,680,910,336 parameters, and
+    Wan's names map to these tensors one to one.
     """
     with torch.device("meta"):
         model = UMT5EncoderModel(
@@ -114,7 +118,9 @@ def test_the_full_size_transformer_table_has_the_published_sizes():
 
 
 def test_the_full_size_transformer_matches_the_table():
-    """The full-size transformer on the meta device has exactly the tensors of the table."""
+    """The full-size transformer, built on the meta device, has exactly the tensors listed in the
+    table.
+    """
     with torch.device("meta"):
         model = LingBotTransformer(LingBotWorldConfig(), ParallelContext())
     assert {
@@ -160,7 +166,9 @@ def test_a_vae_and_each_half_load_from_wans_pth(tmp_path):
 
 
 def test_a_text_encoder_loads_from_both_layouts(tmp_path):
-    """Wan's names in a `.pth` and transformers' names in safetensors give the same encoder."""
+    """A text encoder loads identically from a `.pth` with Wan's names and from safetensors with
+    transformers' names.
+    """
     reference = UMT5EncoderModel(tiny_text_config())
     tensors = dict(reference.named_parameters())
     torch.save(
@@ -247,7 +255,9 @@ def test_two_names_for_one_parameter_are_refused(tmp_path):
 
 
 def test_no_parameter_changes_when_shapes_do_not_fit(tmp_path):
-    """All shapes are checked before any parameter is written."""
+    """No parameter changes when shapes do not fit, because all shapes are checked before any
+    parameter is written.
+    """
     source = open_tensors(stored_two_layers(tmp_path, lambda t: t.pop("second.bias")))
     module = TwoLayers()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}

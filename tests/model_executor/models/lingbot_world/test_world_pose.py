@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds with poses: the start pose, motion by controls, and the network's input."""
+"""World models with poses: the start pose, motion from controls, and the network's input."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -76,7 +76,7 @@ def poses_tensors(poses: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def test_a_start_pose_is_the_pose_of_the_first_latent_frame(world: LingBotWorld) -> None:
-    """The first latent frame has the start pose whichever keys are held, because it is the start
+    """The first latent frame has the start pose, whatever keys are held, because it is the start
     image.
     """
     rows = chunk_poses(
@@ -137,9 +137,7 @@ def test_a_model_without_poses_refuses_a_start_pose(tmp_path: Path) -> None:
 
 
 def test_walls_stop_held_keys(world: LingBotWorld) -> None:
-    """A wall that starts at z = 3 m stops the camera, which reaches the wall from z = 0 in six
-    steps.
-    """
+    """A wall at z = 3 m stops the camera, which reaches the wall from z = 0 in six steps."""
     session, north = open_session(world), {"x_m": 0.0, "z_m": 0.0, "heading_degrees": 0.0}
     rows = chunk_poses(world, session, actions=[["w"]] * 3, options={"start_pose": north})
     for _ in range(4):
@@ -149,8 +147,8 @@ def test_walls_stop_held_keys(world: LingBotWorld) -> None:
 
 @pytest.mark.parametrize("start", [{}, {"start_pose": {**ELSEWHERE, "pitch_degrees": 0.0}}])
 def test_a_world_limits_how_far_keys_look_down(world: LingBotWorld, start: dict[str, Any]) -> None:
-    """A world limits the pitch of sessions with a known pose, and of sessions without one, as the
-    endpoints assume for camera commands.
+    """A world's pitch limit applies to sessions with and without a known pose, as the endpoints
+    assume for camera commands.
     """
     assert world.world is not None
     limited = replace(world.world, pitch_limit_degrees=12.0)
@@ -163,7 +161,9 @@ def test_a_world_limits_how_far_keys_look_down(world: LingBotWorld, start: dict[
 
 
 def test_analog_axes_add_to_keys(world: LingBotWorld) -> None:
-    """Half a step forward, a turn of ten degrees and a turn by the mouse add to the held keys."""
+    """Analog axes (half a step forward, a turn of ten degrees and a mouse turn) add to the held
+    keys.
+    """
     session = open_session(world)
     frame = ActionFrame(("l",), {"forward": 0.5, "yaw": 4.0, "turn": 10.0, "look": 5.0})
     rows = chunk_poses(
@@ -176,7 +176,9 @@ def test_analog_axes_add_to_keys(world: LingBotWorld) -> None:
 
 
 def test_poses_of_a_client_ignore_walls(world: LingBotWorld) -> None:
-    """A client's poses are used unchanged, even inside walls. A distance of 0.5 units is 5 m."""
+    """Poses sent by a client are used unchanged, even inside walls. In this world, 0.5 units are 5
+    m.
+    """
     eye = [torch.eye(4) for _ in range(FIRST)]
     for frame in range(FIRST):
         eye[frame][2, 3] = 0.5 * frame / 8
@@ -188,7 +190,9 @@ def test_poses_of_a_client_ignore_walls(world: LingBotWorld) -> None:
 
 
 def test_poses_of_a_client_are_relative_to_the_first(world: LingBotWorld) -> None:
-    """A client may use any origin for its poses, because frame 0 is placed at the start pose."""
+    """A client may use any origin for its poses, because its pose of frame 0 is mapped to the start
+    pose.
+    """
     there = world_pose(0.3, 0.7, 45.0)
     poses = [there.clone() for _ in range(FIRST)]
     rows = chunk_poses(
@@ -207,7 +211,7 @@ def test_keys_after_poses_continue_from_the_last_pose(world: LingBotWorld) -> No
 
 
 def test_the_input_is_periodic() -> None:
-    """A view that is shifted by whole periods gives the same network input."""
+    """Moving the camera by whole periods gives the same network input."""
     view = torch.tensor([[31.2, 31.2, 24.0, 16.0]], dtype=torch.float64)
     here, there = (
         world_features(world_pose(x, z, 30.0)[None], view, HEIGHT, WIDTH, PERIOD_M)
@@ -239,8 +243,8 @@ def resting_session(world: LingBotWorld) -> Any:
 
 
 def test_the_window_omits_chunks_of_a_camera_at_rest(world: LingBotWorld) -> None:
-    """While a camera rests, only one chunk at its pose is written to the window. Later chunks
-    differ only in their noise.
+    """While the camera rests, only one chunk at its pose is written to the window. Later chunks are
+    omitted because they would differ only in their noise.
     """
     session = resting_session(world)
     assert session.window.committed_frames == 9
@@ -267,8 +271,8 @@ def test_poses_of_a_client_may_rest_too(world: LingBotWorld) -> None:
 
 
 def test_a_new_prompt_is_written_until_it_fills_the_window(world: LingBotWorld) -> None:
-    """After a new prompt, two chunks of three frames are written, because the window has room for
-    five frames next to its sinks.
+    """After a new prompt, two chunks of three frames are written although the camera rests, because
+    the window has room for five frames in addition to its sinks.
     """
     session = resting_session(world)
     play(world, session, prompt="a night")
@@ -303,8 +307,9 @@ def test_a_fork_of_a_resting_session_continues_with_the_same_bits(world: LingBot
 def test_omitted_frames_that_do_not_fit_the_chunk_are_refused(
     world: LingBotWorld, omitted: int
 ) -> None:
-    """A snapshot whose omitted frames contradict its chunk number is refused, for example a forged
-    one. After four chunks of three frames, this session's window has nine frames.
+    """A snapshot whose number of omitted frames contradicts its chunk number, for example a forged
+    snapshot, is refused. After four chunks of three frames, this session's window holds nine
+    frames.
     """
     session = resting_session(world)
     session.omitted_frames = omitted
@@ -345,7 +350,9 @@ def test_the_pose_changes_the_frames(world: LingBotWorld) -> None:
 
 
 def test_known_and_unknown_poses_share_a_batch(world: LingBotWorld) -> None:
-    """In a batch of known and unknown poses, each session gets the same result as in a solo run."""
+    """Sessions with known and with unknown poses may share a batch, and each gets the same result
+    as in a solo run.
+    """
 
     def request(session: Any, options: dict[str, Any]) -> Any:
         made = make_request(

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How controls become the action values that each latent frame sees, and which controls are
-invalid.
-"""
+"""Conversion of controls to the action values that each latent frame sees, and invalid controls."""
 
 from typing import Any
 
@@ -88,8 +86,8 @@ def test_unsupported_controls_are_refused(
 
 
 def test_an_entry_applies_to_the_video_frames_of_its_latent_frame() -> None:
-    """An entry applies to the video frames of its latent frame: one for latent frame 0 and four for
-    each later one. A missing entry means that no key is held.
+    """An `actions` entry applies to the video frames of its latent frame: one for latent frame 0
+    and four for each later latent frame. A missing entry means that no key is held.
     """
     assert rows(0, [["w"], ["s"]])[:, :2].tolist() == [[1, 0]] + [[0, 1]] * 4 + [[0, 0]] * 4
     assert (
@@ -115,8 +113,8 @@ def test_tensors_have_entries_per_latent_or_per_video_frame() -> None:
 
 
 def test_a_latent_frame_sees_twelve_video_frames_but_not_its_own_last() -> None:
-    """Latent frame k sees the actions of video frames 4 k - 12 .. 4 k - 1. Values before the first
-    frame repeat those of the first frame.
+    """Latent frame k sees the actions of video frames 4 k - 12 .. 4 k - 1. The action of the first
+    frame stands in for those before it.
     """
     clip = torch.arange(33.0).unsqueeze(1)
     before, seen = None, []

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of Matrix-Game, including its action layers, equal merged weights on one rank and on
-two.
+"""Matrix-Game adapters, including those of its action layers, equal merged weights on one rank and
+on two ranks.
 """
 
 from pathlib import Path
@@ -20,8 +20,8 @@ from vllm_omni.model_executor.layers.lora.store import AdapterStore
 from vllm_omni.model_executor.models.matrix_game.pipeline import MatrixGame
 
 TOLERANCE = 2e-4
-"""Tolerance for fp32 latents of order 1 after two chunks, because sums are ordered differently in a
-merged weight and on several ranks.
+"""Tolerance for fp32 latents of magnitude 1 after two chunks, because both merging weights and
+splitting sums over ranks change the order of summation.
 """
 KEYS = {"original": [["w"], ["l"], ["a", "i"]], "original_templerun": [["jump"], [], ["left"]]}
 INK = [Lora(name="ink")]
@@ -34,7 +34,7 @@ def checkpoint(request: pytest.FixtureRequest, layouts: dict[str, Path]) -> Path
 
 @pytest.fixture(scope="module")
 def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return an adapter file with a difference for every layer."""
+    """Return an adapter file that changes every layer."""
     target = load_game(checkpoint).adapter_targets()["transformer"]
     return files.write_community(
         every_layer(target), tmp_path_factory.mktemp("adapter") / "ink.safetensors"
@@ -48,7 +48,7 @@ def every_layer(target: files.AdapterTarget) -> files.Factors:
 def walk(
     game: MatrixGame, store: AdapterStore, keys: list[list[str]], choices: list[list[Lora]]
 ) -> list[torch.Tensor]:
-    """Return the latents of a new session in which each chunk uses its own adapters."""
+    """Return the latents of a new session in which chunk i uses the adapters in `choices[i]`."""
     session = open_session(game, output="latents")
     return run_adapted(
         game, store, choices, lambda: make_request(session, output="latents", actions=keys)
@@ -56,8 +56,9 @@ def walk(
 
 
 def test_an_adapter_of_every_layer_equals_merged_weights(checkpoint: Path, adapter: Path) -> None:
-    """When a session switches adapters, the keys and values of its image are recomputed. Without
-    the adapter, the session gives its original bits again.
+    """An adapter of every layer equals merged weights. When a session switches adapters, the keys
+    and values of its image are recomputed. A later session without the adapter is bit-identical to
+    the base model.
     """
     keys, game = KEYS[checkpoint.name], load_game(checkpoint)
     store = make_store(game, {"ink": adapter})
@@ -81,7 +82,7 @@ def test_an_adapter_of_every_layer_equals_merged_weights(checkpoint: Path, adapt
 def adapted(
     checkpoint: Path, adapter: Path, parallel: ParallelContext | None = None
 ) -> list[torch.Tensor]:
-    """Return the latents of two chunks with the adapter."""
+    """Return the latents of two chunks generated with the adapter."""
     game = load_game(checkpoint, parallel or ParallelContext())
     return walk(game, make_store(game, {"ink": adapter}), KEYS[checkpoint.name], [INK, INK])
 
@@ -108,7 +109,8 @@ def _compare(
             torch.testing.assert_close(one, other, atol=TOLERANCE, rtol=0)
 
 
-# Two ranks of a game without a mouse run a subset of the same code, so they are tested nightly.
+# A model without mouse input runs a subset of the same code on two ranks, so it is tested only
+# nightly.
 ON_TWO_RANKS = pytest.mark.parametrize(
     "checkpoint",
     ["original", pytest.param("original_templerun", marks=pytest.mark.nightly)],
@@ -121,8 +123,8 @@ ON_TWO_RANKS = pytest.mark.parametrize(
 def test_two_ranks_equal_one(
     sequence_parallel: bool, checkpoint: Path, adapter: Path, one_rank: Path, tmp_path: Path
 ) -> None:
-    """Keys and values are stored in one tensor, from which each tensor parallel rank selects its
-    rows.
+    """Two ranks with an adapter equal one rank. Keys and values share one weight tensor, from which
+    each tensor parallel rank selects its rows.
     """
     files_of_ranks = (str(tmp_path / "rendezvous"), str(checkpoint), str(adapter), str(one_rank))
     run_ranks(_compare, (*files_of_ranks, sequence_parallel), 2)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every released Matrix-Game layout is found and loaded: variants identified by their tensors,
-stale configs, prefixes, missing components.
+"""Every released Matrix-Game layout is found and loaded. The tests cover variants identified by
+their tensors, stale configs, prefixes, and missing components.
 """
 
 import json
@@ -43,8 +43,8 @@ def universal(layouts: dict[str, Path], tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", list(RELEASED))
 def test_the_released_network_has_the_released_tensors(name: str) -> None:
-    """The network, built at full size on the meta device, has exactly the checkpoint's parameters
-    except for the unused gains.
+    """The network, built at full size on the meta device, has exactly the checkpoint's parameters,
+    apart from norm gains that the checkpoint contains but the network does not use.
     """
     changes, tensors, parameters = RELEASED[name]
     config = MatrixGameConfig(**changes)
@@ -102,8 +102,8 @@ def test_names_without_the_prefix_are_accepted(layouts: dict[str, Path], univers
 
 
 def test_tensors_take_precedence_over_a_stale_config(universal: Path) -> None:
-    """If the config has another keyboard, another depth and no window, the sizes are read from the
-    tensors and the window from the variant.
+    """If a stale config has another keyboard size, another depth and no window, the sizes are read
+    from the tensors and the window is taken from the variant.
     """
     path = universal / "base_distilled_model" / "config.json"
     stale = json.loads(path.read_text())
@@ -121,7 +121,9 @@ def test_tensors_take_precedence_over_a_stale_config(universal: Path) -> None:
 def test_a_folder_selects_one_of_several_transformers(
     layouts: dict[str, Path], universal: Path
 ) -> None:
-    """In a repository with several transformers, the folder's name selects the model."""
+    """In a repository with several transformers, the path of a transformer's folder selects the
+    model.
+    """
     folder = "gta_distilled_model"
     shutil.copytree(layouts["original_gta"] / folder, universal / folder)
     assert detect_family(universal).name == "matrix_game"
@@ -139,7 +141,7 @@ def test_other_models_are_not_detected(
     assert not is_checkpoint(lingbot_world)
     assert not is_checkpoint(causal_wan)
     assert not is_checkpoint(tmp_path / "nothing")
-    # `base_model` is the foundation model. No released code streams it.
+    # `base_model` is the foundation model, which no released code can stream.
     (universal / "base_distilled_model").rename(universal / "base_model")
     assert not is_checkpoint(universal)
 

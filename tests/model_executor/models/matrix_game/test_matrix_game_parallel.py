@@ -16,7 +16,9 @@ from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 
 TOLERANCE = 1e-4
-"""Tolerance for three chunks in fp32, because ranks change the order of sums."""
+"""Tolerance for three chunks in fp32, because splitting sums over ranks changes the order of
+summation.
+"""
 
 CHUNKS = {
     "original": [{"actions": [["w"], ["l"], ["a", "i"]]}, {"actions": [["s", "k"]] * 3}, {}],
@@ -52,7 +54,8 @@ def _compare(
         assert heads["keyboard"] == (4 if sequence_parallel else 2)
 
 
-# Two ranks of a game without a mouse run a subset of the same code, so they are tested nightly.
+# A model without mouse input runs a subset of the same code on two ranks, so it is tested only
+# nightly.
 ON_TWO_RANKS = pytest.mark.parametrize(
     "checkpoint",
     ["original", pytest.param("original_templerun", marks=pytest.mark.nightly)],
@@ -65,8 +68,8 @@ ON_TWO_RANKS = pytest.mark.parametrize(
 def test_two_ranks_equal_one(
     checkpoint: Path, one_rank: Path, sequence_parallel: bool, tmp_path: Path
 ) -> None:
-    """Two ranks that share 36 tokens and 4 heads equal one rank. With Ulysses, attention of the
-    mouse also uses all-to-all.
+    """Two ranks that share 36 tokens and 4 heads equal one rank. With Ulysses, the mouse attention
+    also uses all-to-all.
     """
     run_ranks(
         _compare,
@@ -80,7 +83,7 @@ def test_two_pipeline_stages_equal_one(
     checkpoint: Path, one_rank: Path, partition: tuple[int, ...]
 ) -> None:
     """Two pipeline stages give bit-identical latents. Only the first two of the four blocks have
-    action modules, so a stage has none, one or both.
+    action modules, so a stage holds none, one or both of these modules.
     """
     stages = [
         load_game(checkpoint, ParallelContext(stage=n, num_stages=2, partition=partition))
@@ -92,8 +95,8 @@ def test_two_pipeline_stages_equal_one(
 
 
 def test_action_modules_are_renumbered_when_layers_move(checkpoint: Path) -> None:
-    """When layers move, a layer that stays on its stage may change its index in the windows of that
-    stage.
+    """When other layers move, a layer that stays on its stage may get a new index in the stage's
+    K/V windows.
     """
     game = load_game(checkpoint, ParallelContext(stage=0, num_stages=2, partition=(3, 1)))
     blocks = game.transformer.blocks

@@ -42,8 +42,8 @@ def test_every_recorded_scenario_passes() -> None:
 
 
 def test_pixels_are_truncated_as_recorded() -> None:
-    """Frames equal the truncated pixels of the original exactly. The other model families round
-    instead.
+    """Frames exactly equal the original implementation's pixels, which are truncated to integers.
+    Other model families round them.
     """
     recorded = load_file(GOLDEN / "condition.safetensors")
     pixels = recorded["decoded"].transpose(1, 2)
@@ -112,7 +112,7 @@ def test_a_missing_stage_of_a_call_fails(tmp_path: Path) -> None:
 )
 def test_an_unknown_recorded_setting_is_refused(key: str, complaint: str, tmp_path: Path) -> None:
     """Unknown recorded settings of the VAE and of CLIP are refused, because ignoring them would
-    compare a different network.
+    mean comparing a different network.
     """
     copy(tmp_path, "condition.safetensors")
     change_settings(tmp_path / "condition.safetensors", key, swirl=3)

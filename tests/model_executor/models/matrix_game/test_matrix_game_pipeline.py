@@ -35,7 +35,9 @@ HELD: dict[str, list[list[str]]] = {
 
 
 GTA = pytest.param("original_gta", marks=pytest.mark.nightly)
-"""`original_gta` has the modules of `original` with fewer keys, so it covers no additional code."""
+"""Tested only nightly, because `original_gta` has the same modules as `original` with fewer keys
+and covers no additional code.
+"""
 
 
 @pytest.fixture(scope="module", params=["original", GTA, "original_templerun"])
@@ -105,7 +107,7 @@ def test_decoding_the_latents_of_a_session_gives_its_frames(universal: MatrixGam
     session = open_session(universal, output="latents")
     latents = [run_chunk(universal, session, output="latents") for _ in range(3)]
     pixels, _ = universal.vae.decode(torch.cat(latents, dim=1).unsqueeze(0), None)
-    # The original truncates pixels.
+    # The original implementation truncates pixels.
     assert torch.equal(to_uint8(pixels, "truncate"), torch.cat(frames))
     both = make_request(open_session(universal, output="both"), output="both")
     _, result = run_request(universal, both)
@@ -113,8 +115,8 @@ def test_decoding_the_latents_of_a_session_gives_its_frames(universal: MatrixGam
 
 
 def test_a_session_may_exceed_1024_latent_frames(universal: MatrixGame) -> None:
-    """A session may exceed 1024 latent frames, because rotations are computed rather than read from
-    the original's table.
+    """A session may exceed 1024 latent frames, the length of the original implementation's table of
+    rotations, because rotations are computed.
     """
     session = open_session(universal, output="latents")
     for _ in range(2):
@@ -132,8 +134,8 @@ def test_a_session_may_exceed_1024_latent_frames(universal: MatrixGame) -> None:
 def test_sessions_at_different_steps_in_one_batch_equal_solo_runs(
     game: MatrixGame, variant: str
 ) -> None:
-    """Sessions in a batch are bit-identical to solo runs. Three sessions start one after another,
-    so every batch mixes steps and chunks.
+    """Sessions in a batch are bit-identical to solo runs. Three sessions start at different times,
+    so every batch mixes denoise steps and chunks.
     """
     held = HELD[variant]
     pairs, mixed = run_staggered(
@@ -228,7 +230,9 @@ def test_a_first_chunk_needs_an_image(universal: MatrixGame) -> None:
 
 @pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
 def test_a_parameter_without_effect_is_refused(universal: MatrixGame, field: str) -> None:
-    """A request parameter that has no effect on the model is refused by name."""
+    """A request parameter that has no effect on the model is refused with an error that names
+    it.
+    """
     params = {field: IMAGE_AND_VIDEO_PARAMS[field]}
     reason = f"does not use {field}"
     DRIVER.assert_refused(universal, True, {}, params, "invalid_request", reason)

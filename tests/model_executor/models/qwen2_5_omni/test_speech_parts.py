@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How speech is divided into parts while its codes arrive."""
+"""Division of speech into parts while its codes arrive."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,8 +20,8 @@ from vllm_omni.model_executor.models.qwen2_5_omni.speech import (
 
 
 def test_speech_may_be_one_clip() -> None:
-    """With `chunk_codes=0`, no part is emitted before the end. The single part then contains all
-    codes and has no context.
+    """With `chunk_codes=0`, no part is emitted before the end of the speech. The only part then
+    contains all codes and has no context.
     """
     how = SpeechDefaults(chunk_codes=0)
     assert list(ready_chunks(500, False, 0, how)) == []
@@ -49,9 +49,7 @@ def test_parts_wait_for_their_context(
 
 
 def test_parts_may_have_one_length() -> None:
-    """Every part is as long as the first one if `most_chunk_codes` is 0 or at most
-    `chunk_codes`.
-    """
+    """All parts have the same length if `most_chunk_codes` is 0 or at most `chunk_codes`."""
     for most in (0, 24):
         how = SpeechDefaults(chunk_codes=24, most_chunk_codes=most)
         assert [last - first for first, last, _, _ in ready_chunks(120, True, 0, how)] == [24] * 5
@@ -68,7 +66,7 @@ def test_parts_may_have_one_length() -> None:
     ],
 )
 def test_part_sizes_are_known_in_advance(fields: dict[str, int], sizes: tuple[int, ...]) -> None:
-    """The part sizes of a long speech are known in advance, except for its end."""
+    """All part sizes of a long speech are known in advance, except at its end."""
     how = SpeechDefaults(**fields)
     assert how.part_sizes == sizes
     made = [
@@ -89,8 +87,8 @@ def test_part_sizes_are_known_in_advance(fields: dict[str, int], sizes: tuple[in
 def test_every_code_is_in_one_part(
     total: int, chunk: int, most: int, left: int, right: int, data: st.DataObject
 ) -> None:
-    """The division into parts is the same however the codes arrive. Parts have no gaps or overlap,
-    and their context lies within the speech.
+    """The division into parts does not depend on how the codes arrive. Parts neither overlap nor
+    leave gaps, and their context lies within the speech.
     """
     how = SpeechDefaults(
         chunk_codes=chunk, most_chunk_codes=most, left_codes=left, right_codes=right
@@ -153,8 +151,8 @@ def test_the_talker_slot_is_free_after_its_last_code() -> None:
 def test_the_voice_of_a_request_takes_precedence(
     requested: str | None, of_speech: str | None, spoken: str
 ) -> None:
-    """The voice of the request takes precedence over the voice of the settings, which takes
-    precedence over the server's.
+    """The voice in the request takes precedence over the voice in the speech settings, which takes
+    precedence over the server's default voice.
     """
     builder = SimpleNamespace(voices=["v", "w"], check_voice=lambda voice: None)
     engine: Any = Talker()

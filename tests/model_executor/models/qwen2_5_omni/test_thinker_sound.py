@@ -21,8 +21,8 @@ from vllm_omni.model_executor.models.registry import AR_ARCHITECTURES, get_famil
 
 @pytest.mark.parametrize("rate", [8000, 16000, 22050, 44100, 48000])
 def test_audio_is_resampled_with_pyav(rate: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second of a tone is still a second of that tone after resampling. Stock vLLM would require
-    torchaudio for this.
+    """A one-second tone is still one second long and has the same pitch after resampling with PyAV.
+    Stock vLLM would require torchaudio.
     """
     stock = MultiModalDataParser(target_sr=16000)
     monkeypatch.setattr(Qwen2_5OmniThinkerProcessingInfo, "get_data_parser", lambda self: stock)

@@ -19,15 +19,15 @@ CODES = torch.randint(0, 64, (50,), generator=torch.Generator().manual_seed(3))
 SAMPLES_PER_CODE = 480
 FEW_STEPS = {"num_inference_steps": 3}
 SHORT: dict[str, Any] = {"model": {"max_codes": 64}}
-"""A limit that is large enough for `CODES` and keeps the warm-up short, which runs the longest clip
-that a runner accepts.
+"""Limit that is large enough for `CODES` but small enough for a fast warm-up, because the warm-up
+runs the longest clip that a runner accepts.
 """
 
 
 @pytest.fixture(scope="module")
 def reference(qwen2_5_omni: Path) -> Callable[..., torch.Tensor]:
-    """Return the function `reference(codes, seed, voice, **options)`, which gives the waveform of
-    transformers.
+    """Return the function `reference(codes, seed, voice, **options)`, which returns the waveform
+    computed by transformers.
     """
     config = Qwen2_5OmniConfig.from_pretrained(qwen2_5_omni).token2wav_config
     model = Qwen2_5OmniToken2WavModel(config).float().eval()
@@ -79,15 +79,15 @@ def test_a_whole_clip_equals_transformers(
         assert meta["sample_rate"] == 24_000
         assert tensors["audio"].dtype == torch.float32 and wave.std() > 1e-4
         assert tensors["audio"].shape == wave.shape
-        # Batches sum in a different order.
+        # Batching changes the order of summation.
         torch.testing.assert_close(tensors["audio"], wave, atol=1e-5, rtol=0)
     alone = run_to_end(make_runner(qwen2_5_omni, SHORT), speech("e", seed=7))["e"][1]["audio"]
     assert torch.equal(alone, expected["a"])
 
 
 def test_a_part_with_enough_context_equals_the_clip(qwen2_5_omni: Path, make_runner: Any) -> None:
-    """Noise depends on the index of a code, so a part that has the whole clip as context contains
-    the same samples as the clip.
+    """The noise for a code depends on the code's index, so a part with the whole clip as context
+    contains the same samples as the clip.
     """
     runner = make_runner(qwen2_5_omni, SHORT)
     results = run_to_end(
@@ -112,8 +112,8 @@ def test_a_part_with_enough_context_equals_the_clip(qwen2_5_omni: Path, make_run
 
 
 def test_regular_parts_use_a_graph_and_clips_do_not(qwen2_5_omni: Path, make_runner: Any) -> None:
-    """Regular parts consist of whole attention blocks of 12 codes. Their graph is also replayed for
-    other codes, voices, seeds and guidance.
+    """Regular parts, which consist of whole attention blocks of 12 codes, replay a CUDA graph, also
+    for other codes, voices, seeds and guidance. Whole clips run without a graph.
     """
     stock, runner = make_runner(qwen2_5_omni, SHORT), make_runner(qwen2_5_omni, SHORT)
     graphs = runner.model.flow.graphs = ForwardGraphs(capture=hold)
@@ -163,8 +163,8 @@ def test_a_wrong_request_fails_alone(qwen2_5_omni: Path, make_runner: Any) -> No
 
 
 def test_a_request_may_be_aborted_between_intervals(qwen2_5_omni: Path, make_runner: Any) -> None:
-    """Nine intervals take nine engine steps. An abort after the second step frees the request and
-    the session.
+    """A request with nine intervals takes nine engine steps. Aborting it after the second step
+    frees the request and its session.
     """
     runner = make_runner(qwen2_5_omni, SHORT)
     assert execute(runner, step(new=[speech("gone")])) == {"gone": None}

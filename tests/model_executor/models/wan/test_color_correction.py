@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The colour correction is compiled as on a GPU. The values of the colour correction are compared
-with recordings of DreamX-World.
+"""The colour correction, compiled as on a GPU. Tests of DreamX-World compare its values with
+recordings.
 """
 
 import pytest

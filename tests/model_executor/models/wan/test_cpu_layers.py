@@ -41,8 +41,8 @@ def convolution(
 def test_a_folded_convolution_equals_the_causal_one(
     clips: int, frames: int, num_cached: int
 ) -> None:
-    """A folded convolution equals the causal one for any number of cached frames and in both memory
-    layouts.
+    """A folded convolution equals the causal convolution for any number of cached frames and in
+    both memory layouts.
     """
     whole = convolution((3, 3, 3), (1, 1, 1), (1, 1, 1))
     folded = FoldedCausalConv3d(copy.deepcopy(whole))
@@ -69,7 +69,7 @@ def weights(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     ids=["loaded", "assigned", "written", "replaced"],
 )
 def test_no_weight_is_ever_stale(change: Callable[[Any, torch.Tensor], None]) -> None:
-    """However weights are replaced after a forward pass, the next pass uses the new ones."""
+    """However weights are replaced after a forward pass, the next pass uses the new weights."""
     whole = convolution((3, 3, 3), (1, 1, 1), (1, 1, 1))
     folded = FoldedCausalConv3d(copy.deepcopy(whole))
     x, weight = random(1, 4, 3, 5, 6), random(6, 4, 3, 3, 3, seed=7)
@@ -83,7 +83,7 @@ def test_no_weight_is_ever_stale(change: Callable[[Any, torch.Tensor], None]) ->
 @pytest.mark.parametrize("shape", [(1, 12, 3, 4, 5), (2, 12, 4, 5)])
 def test_the_norm_equals_diffusers(shape: tuple[int, ...]) -> None:
     """The norm over channels equals that of diffusers for clips and for frames. Zeros stay zero,
-    and small values are exact.
+    and small values lose no precision.
     """
     whole = WanRMS_norm(12, images=len(shape) == 4).requires_grad_(False)
     whole.gamma.copy_(random(*whole.gamma.shape))
@@ -104,7 +104,7 @@ class CountConvolutions(TorchDispatchMode):
         self.three = self.two = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Shapes are determined on the meta device, so those calls are not counted.
+        # Calls on the meta device are not counted, because they only determine shapes.
         if "conv" in func.name() and args[0].device.type == "cpu":
             self.three += args[1].dim() == 5
             self.two += args[1].dim() == 4
@@ -128,8 +128,8 @@ WAN_2_2: dict[str, Any] = {
 
 @pytest.mark.parametrize("values", [WAN_2_1, WAN_2_2], ids=["2.1", "2.2"])
 def test_a_whole_autoencoder_is_unchanged(values: dict[str, Any]) -> None:
-    """diffusers' own code encodes and decodes a clip with these layers and gets the same result as
-    with its own layers.
+    """diffusers' autoencoder gives the same result with these layers as with its own when it
+    encodes and decodes a clip.
     """
     torch.manual_seed(0)
     plain: Any = AutoencoderKLWan(**values)
@@ -165,8 +165,8 @@ def test_no_family_convolves_over_three_dimensions_on_a_cpu() -> None:
 
 
 def test_layers_on_other_devices_are_unchanged() -> None:
-    """Layers on other devices stay unchanged, because these devices have kernels for three
-    dimensions.
+    """Layers on other devices stay unchanged, because those devices have three-dimensional
+    convolution kernels.
     """
     with torch.device("meta"):
         vae = StreamingWanVAE(VAEConfig(base_dim=4))

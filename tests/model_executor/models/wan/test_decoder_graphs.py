@@ -25,9 +25,9 @@ CUTS = [3, 1, 2, 3]
 
 
 class HostGraphs:
-    """Simulates a decoder's graphs without a GPU: a replay repeats the host's work.
+    """Simulates a decoder's graphs without a GPU: a replay runs the host code again.
 
-    Counts captures and replays.
+    It counts captures and replays.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class HostGraphs:
         return FusedDecoder(decoder, bands, FusedPasses(stack_frames, add_up), self.graphs)
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
-        """Capture without computing anything, as a GPU does: writes made during the capture are
+        """Simulate a capture, which computes nothing on a GPU: writes made during the capture are
         reverted.
         """
         self.captures += 1
@@ -82,7 +82,7 @@ def assert_stream(
 def test_two_graphs_serve_every_stream(
     plain: StreamingWanVAE, host: HostGraphs, release: str
 ) -> None:
-    """Two graphs serve all streams: one for first latent frames, which is captured with the first
+    """Two graphs serve all streams: one for first latent frames, which is captured during the first
     stream, and one for later latent frames.
     """
     graphed = random_vae(release=release, fuse=host.decoder)
@@ -98,8 +98,8 @@ def test_two_graphs_serve_every_stream(
 def test_a_cache_is_not_changed_by_other_decodes(
     plain: StreamingWanVAE, host: HostGraphs, release: str
 ) -> None:
-    """Decodes of other streams leave a cache unchanged, and a chunk may be decoded again from the
-    same cache.
+    """Decoding other streams leaves a stream's cache unchanged, and a chunk may be decoded again
+    from the same cache.
     """
     graphed = random_vae(release=release, fuse=host.decoder)
     caches: dict[int, Any] = {1: None, 2: None}
@@ -182,8 +182,9 @@ def _check_heights(rank: int, size: int, rendezvous: str) -> None:
 
 
 def test_frames_of_another_height_run_eagerly_on_every_rank(tmp_path: Any) -> None:
-    """Frames of a height that was not captured run eagerly on every rank. With 5 and with 6 latent
-    rows, the first of two ranks has 3 rows, but its graphs exchange the rows of the height of 6.
+    """Frames of a height that was not captured run eagerly on every rank. For example, the first of
+    two ranks has 3 latent rows for heights of both 5 and 6, but its graphs exchange the rows for a
+    height of 6.
     """
     run_ranks(_check_heights, (2, str(tmp_path / "rendezvous")), 2)
 
@@ -222,8 +223,8 @@ def _check_on_devices(rank: int, size: int, rendezvous: str, release: str) -> No
 @pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_bands_on_gpus_equal_plain_launches(tmp_path: Any, release: str) -> None:
-    """Bands decoded on GPUs with CUDA graphs equal plain launches. NCCL exchanges run between the
-    graphs.
+    """Bands decoded on GPUs with CUDA graphs equal bands decoded without graphs. NCCL exchanges run
+    between the graphs.
     """
     size = min(4, torch.cuda.device_count())
     run_ranks(_check_on_devices, (size, str(tmp_path / "rendezvous"), release), size)

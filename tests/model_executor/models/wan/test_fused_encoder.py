@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused encoder with its passes in plain torch (fp32, CPU) equals the plain encoder: latents,
-caches, splits.
+"""The fused encoder with its passes in plain torch (fp32, CPU) equals the plain encoder in latents,
+caches, and encoding in parts.
 
-The passes themselves are tested as kernels in test_stack_kernels.py.
+test_stack_kernels.py tests the passes themselves as kernels.
 """
 
 import pytest
@@ -19,7 +19,8 @@ from vllm_omni.model_executor.models.wan.vae.fused_encoder import fused_encoder
 from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE
 
 TOLERANCE = 1e-4
-"""Tolerance for latents of about unit size, because fp32 sums are ordered differently."""
+"""Tolerance for latents of about unit size, because fusing changes the order of summation in fp32.
+"""
 CUTS = [1, 4, 8]
 
 
@@ -75,8 +76,8 @@ def test_splits_change_no_bit(fused: StreamingWanVAE, pixels: torch.Tensor) -> N
 def test_a_stream_may_change_encoders(
     plain: StreamingWanVAE, fused: StreamingWanVAE, pixels: torch.Tensor
 ) -> None:
-    """A cache of one encoder can be continued by the other, so a snapshot of either encoder can be
-    loaded by both.
+    """Each encoder can continue from the other's cache, so a snapshot taken with one can be loaded
+    with either.
     """
     expected, expected_cache = plain.encode(pixels, None)
     for first, second in ((plain, fused), (fused, plain)):

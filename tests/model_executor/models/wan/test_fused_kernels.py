@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of fused ops are compared with the same ops in plain torch and fp32. On a CPU they
-run in Triton's interpreter.
+"""The Triton kernels of fused ops are compared with the same ops in plain torch and fp32. On a CPU,
+the kernels run in Triton's interpreter.
 """
 
 from dataclasses import fields
@@ -46,8 +46,8 @@ def random_inputs(dtype: torch.dtype, device: str) -> Inputs:
 
 
 def calls(i: Inputs, dtype: torch.dtype) -> list[tuple[str, tuple[Any, ...]]]:
-    """Return the names and arguments of the ops, with the residual stream in fp32 and in `dtype`,
-    and with modulation per request and per token.
+    """Return the names and arguments of calls to the ops, with the residual stream in fp32 and in
+    `dtype`, and with modulation per request and per token.
     """
     per_token = [i[name].expand(i["x"].shape).contiguous() for name in ("shift", "scale", "gate")]
     found: list[tuple[str, tuple[Any, ...]]] = []
@@ -72,7 +72,7 @@ def calls(i: Inputs, dtype: torch.dtype) -> list[tuple[str, tuple[Any, ...]]]:
 
 
 def exact(name: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """Return the results of the plain op, with inputs and results in fp32."""
+    """Return the results of the plain op, computed in fp32."""
 
     def wide(arg: Any) -> Any:
         if isinstance(arg, tuple):
@@ -86,8 +86,8 @@ def exact(name: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
 
 
 def check(kernels: Any, dtype: torch.dtype, device: str) -> int:
-    """Check that relative errors are within two roundings of the dtype, and that dtypes and shapes
-    equal those of the plain op.
+    """Check that relative errors are within two rounding errors of the dtype, and that dtypes and
+    shapes equal those of the plain op.
 
     Returns the number of calls.
     """
@@ -108,7 +108,7 @@ def check(kernels: Any, dtype: torch.dtype, device: str) -> int:
 
 
 def check_quantized(kernels: Any, dtype: torch.dtype, device: str) -> int:
-    """Check FP8 results: all scales equal those of the plain ops, and so do all values except a few
+    """Check that FP8 results equal those of the plain ops: all scales, and all values except a few
     on a rounding boundary.
     """
     i = random_inputs(dtype, device)
@@ -144,12 +144,12 @@ def check_quantized(kernels: Any, dtype: torch.dtype, device: str) -> int:
         ), name
         assert torch.allclose(found.scale, plain.scale, rtol=1e-2), name
         numbers, wanted = found.data.float(), plain.data.float()
-        # Triton's interpreter loses the carry of a value just below a power of two.
+        # Triton's interpreter loses the carry when it rounds a value just below a power of two.
         if device == "cpu":
             numbers = torch.where(2 * numbers == wanted, wanted, numbers)
         assert (numbers - wanted).norm() / wanted.norm() < 2e-2, name
         assert (found.data.float().abs().amax(-1) <= LARGEST).all(), name
-    if device == "cuda":  # the interpreter converts NaN to a number
+    if device == "cuda":  # Triton's interpreter converts NaN to a number
         bad = i["update"].clone()
         bad[1, 2, 3] = torch.nan
         assert kernels.gelu_to_fp8(bad).data.float()[1, 2, 3].isnan(), "NaN stays NaN"
@@ -157,8 +157,8 @@ def check_quantized(kernels: Any, dtype: torch.dtype, device: str) -> int:
 
 
 def check_store(kernels: Any, dtype: torch.dtype, device: str) -> None:
-    """Stored keys and values equal those of `rms_rope` and `quantize` exactly, and other tokens of
-    the window stay unchanged.
+    """Check that stored keys and values exactly equal those of `rms_rope` and `quantize`, and that
+    other tokens of the window stay unchanged.
     """
     i = random_inputs(dtype, device)
     k, v, turn = i["k"][1], i["update"][1], (i["cos"][1], i["sin"][1])
@@ -179,7 +179,7 @@ def check_store(kernels: Any, dtype: torch.dtype, device: str) -> None:
             kernels.store_keys_values(*arguments)
             numbers, expected = found.float(), wanted.float()
             assert numbers[:, 1:-1].abs().amax() > 1 and not numbers[:, [0, -1]].any()
-            # Triton's interpreter loses carries here too.
+            # Triton's interpreter loses carries when it rounds to e4m3.
             if device == "cpu" and kernels is not fused_ops and own is not None:
                 numbers = torch.where(2 * numbers == expected, expected, numbers)
                 assert (numbers - expected).norm() / expected.norm() < 2e-2
@@ -226,8 +226,8 @@ def test_the_plain_op_stores_its_results(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, FP8])
 def test_the_compiled_op_stores_the_same(storage: torch.dtype) -> None:
-    """The compiled op stores the same values. torch.compile does not support e4m3 on a CPU, so the
-    rounding to e4m3 runs outside the compiled code.
+    """The compiled op stores the same values as the eager op. On a CPU, rounding to e4m3 runs
+    outside the compiled code, because torch.compile does not support e4m3 there.
     """
     i = random_inputs(torch.bfloat16, "cpu")
     scales = None if storage is torch.bfloat16 else torch.full((2, WIDTH // HEAD), 0.25)
@@ -251,7 +251,9 @@ def test_the_compiled_op_stores_the_same(storage: torch.dtype) -> None:
 
 
 def test_wan_kernels_have_the_signatures_of_the_plain_ops() -> None:
-    """Wan's kernels have the signatures of the plain ops, because either may be called."""
+    """Wan's kernels have the same signatures as the plain ops, because callers use either
+    interchangeably.
+    """
     require_triton()
     from vllm_omni.model_executor.models.wan.transformer import fused_kernels
 

@@ -50,8 +50,8 @@ def test_sizes_are_read_from_the_files(folder: Path) -> None:
 
 
 def test_embeddings_are_the_hidden_states_before_the_last_layer(folder: Path) -> None:
-    """Image embeddings are the hidden states before the last layer and without the final norm. The
-    last layer is not built. Images of any size are stretched to the tower's square.
+    """Image embeddings are the hidden states before the last layer, without the final norm. The
+    last layer is not built. Images of any size are stretched to the tower's square input size.
     """
     encoder = loaded(folder)
     whole = CLIPVisionModel(CLIPVisionConfig(**CLIP)).eval()

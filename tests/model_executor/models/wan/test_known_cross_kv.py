@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the next chunk can reuse the keys and values of a prompt."""
+"""Conditions under which the next chunk can reuse the cross-attention keys and values of a
+prompt.
+"""
 
 from dataclasses import dataclass
 

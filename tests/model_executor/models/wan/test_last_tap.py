@@ -25,8 +25,8 @@ CONVOLUTIONS = {
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
 @pytest.mark.parametrize(("frames", "remembered"), [(1, 0), (1, 2), (4, 0)])
 def test_a_convolution_equals_diffusers(kind: str, frames: int, remembered: int) -> None:
-    """The convolution equals diffusers' for a first frame, for a later frame after two cached ones,
-    and for a clip.
+    """The convolution equals that of diffusers for a first frame, for a later frame after two
+    cached frames, and for a clip.
     """
     torch.manual_seed(0)
     whole = WanCausalConv3d(4, 6, **CONVOLUTIONS[kind])
@@ -52,7 +52,9 @@ def test_an_image_equals_the_first_frame_of_its_clip() -> None:
 @pytest.mark.parametrize("frames", [1, 3])
 @torch.no_grad()
 def test_images_and_clips_equal_diffusers_autoencoder(frames: int) -> None:
-    """Encoding and decoding two images or clips in one call equals the autoencoder of diffusers."""
+    """Encoding and decoding two images or clips in one call gives the same results as the diffusers
+    autoencoder.
+    """
     vae = small_vae()
     diffusers: Any = AutoencoderKLWan(**vae.config.to_dict())
     diffusers.load_state_dict(vae.vae.state_dict())

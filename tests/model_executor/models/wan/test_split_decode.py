@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decode split over ranks in bands of rows gives the same frames as the whole decoder (fp32,
+"""A decode split over ranks by bands of rows gives the same frames as a decode on one rank (fp32,
 gloo, one process per rank).
 """
 
@@ -29,8 +29,8 @@ CONFIG = VAEConfig(base_dim=4)
 WAN_2_2 = replace(RELEASES["2.2"], base_dim=4, decoder_base_dim=None)
 WIDTH = 6
 TOLERANCE = 1e-5
-"""Tolerance for pixels in [-1, 1], because kernels sum a band of a different height in a different
-order. The measured difference is 1e-6.
+"""Tolerance for pixels in [-1, 1], because the order of summation in kernels depends on the height
+of a band. The measured difference is 1e-6.
 """
 CUTS = [1, 3, 2]
 
@@ -55,8 +55,8 @@ def latents(height: int) -> torch.Tensor:
 def check_bands(
     bands: RowBands, heights: list[int], options: dict[str, Any], config: VAEConfig = CONFIG
 ) -> None:
-    """Decode streams of several heights in parts with one decoder, and check pixels, the cache, its
-    bytes, and the joined frames.
+    """Decode streams of several heights in parts with one decoder, and check the pixels, the cache
+    and its size, and the joined frames.
     """
     whole, mine = build(config=config), build(bands, config, **options)
     factor = config.spatial_factor
@@ -85,7 +85,7 @@ def check_bands(
 
 
 def check_one_piece(bands: RowBands) -> None:
-    """Check that splitting a stream changes no bit of a band."""
+    """Check that decoding a band of a stream in parts is bit-identical to decoding it at once."""
     mine = build(bands)
     whole_clip, cache = mine.decode(latents(5), None)
     parts, last = decode_stream(mine, latents(5), CUTS)
@@ -111,8 +111,8 @@ def check_layout(bands: RowBands) -> None:
 
 
 def check_graph(bands: RowBands) -> None:
-    """Check that the graph that torch.compile makes of a latent frame's decode contains the
-    exchanges.
+    """Check that the exchanges are part of the graph into which torch.compile traces the decode of
+    a latent frame.
     """
     mine = build(bands)
     x = latents(4)
@@ -150,8 +150,8 @@ def run(size: int, rendezvous: Path, *checks: tuple[Any, ...]) -> None:
     ],
 )
 def test_bands_equal_the_whole_decoder(tmp_path: Path, size: int, heights: list[int]) -> None:
-    """Bands equal the whole decoder, even if the rows cannot be divided evenly over the ranks or a
-    rank has a single row.
+    """Bands equal the frames decoded on one rank, even if the rows cannot be divided evenly over
+    the ranks or a rank has a single row.
     """
     run(size, tmp_path / "rendezvous", (check_bands, heights, {}))
 
@@ -190,8 +190,8 @@ def test_every_rank_needs_a_row() -> None:
 
 
 def test_ranks_that_decode() -> None:
-    """Of the ranks that share layers, either all or only the first one decode. With a VAE stage,
-    either all of its ranks or only its first one decode.
+    """Of the ranks that share layers, either all or only the first decode. With a VAE stage, either
+    all of its ranks or only its first rank decode.
     """
     group: Any = object()
     for decode_group, decoding in ((None, [True, False]), (group, [True, True])):

@@ -83,8 +83,7 @@ CASES += [
         ],
     )
 ]
-"""Cases whose frames are combined by F(2, 3) and F(4, 3) before a convolution, after one, or both.
-"""
+"""Cases in which F(2, 3) or F(4, 3) combines frames before a convolution, after one, or both."""
 CASES += [
     {
         "channels": 33,
@@ -122,11 +121,13 @@ CASES += [
         (12, 1, 1, 2, True, FrameLayout.ALONE),
     )
 ]
-"""Cases that add copies of the input, as a level of Wan 2.2 does."""
+"""Cases that add copies of the input, as each upsampling level of the Wan 2.2 decoder does."""
 
 
 def check_pass(kernels: Any, case: dict[str, Any], dtype: torch.dtype, device: str) -> None:
-    """Check `stack_frames` and `add_up` on random tensors."""
+    """Compare the kernels' `stack_frames` and `add_up` with those in plain torch on random
+    tensors.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt encoding: unpadded hidden states equal padded ones, prompts are cleaned as in the
-original, and the cache is bounded.
+"""Prompt encoding: unpadded hidden states equal padded ones, prompts are cleaned as in the original
+implementation, and the prompt cache is bounded.
 """
 
 import re
@@ -45,8 +45,8 @@ def encoder(layout) -> TextEncoder:
 
 
 def test_hidden_states_equal_those_of_a_padded_batch(encoder):
-    """Encoding only the valid tokens gives the same result as the original, which pads every prompt
-    to 512 tokens.
+    """Encoding only the valid tokens gives the same result as the original implementation, which
+    pads every prompt to 512 tokens.
     """
     states = encoder.encode(PROMPT)
     ids = encoder.prompts.tokenize(PROMPT)
@@ -95,7 +95,9 @@ def test_reloaded_weights_are_captured_again(layout):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are CUDA's")
 def test_graphs_equal_plain_launches(layout):
-    """Graphs are bit-identical to plain launches. On the GPU, prompts are padded in both modes."""
+    """Encoding with CUDA graphs is bit-identical to encoding without graphs. On a GPU, prompts are
+    padded in both modes.
+    """
     with torch.device("cuda"):
         plain = build(layout)
         graphed = build(layout, graphs=(graphs := ForwardGraphs()))
@@ -116,14 +118,16 @@ def test_graphs_equal_plain_launches(layout):
     ],
 )
 def test_prompts_are_cleaned_as_in_the_original(prompt, cleaned):
-    """Broken encodings are repaired, HTML escapes are undone twice, and white space is
-    collapsed.
+    """Prompts are cleaned as in the original implementation: broken encodings are repaired, HTML is
+    unescaped twice, and white space is collapsed.
     """
     assert clean_prompt(prompt) == cleaned
 
 
 def test_ids_end_with_end_of_sequence_and_are_truncated(layout):
-    """A prompt of any length gives at most `max_tokens` ids, which end with end-of-sequence."""
+    """A prompt of any length gives at most `max_tokens` ids, of which the last is the
+    end-of-sequence token.
+    """
     encoder = build(layout, max_tokens=8)
     assert encoder.prompts.tokenize("") == [1]
     ids = encoder.prompts.tokenize("walk forward through the forest " * 100)
@@ -136,7 +140,9 @@ def test_ids_end_with_end_of_sequence_and_are_truncated(layout):
     "text", ["a lighthouse in the rain", "x ∑ 世界 é", "🙂", "unknown: \u0378", ""]
 )
 def test_tokenizer_json_gives_sentencepieces_ids(layout, text):
-    """Rare characters are encoded as bytes, as in SentencePiece."""
+    """`tokenizer.json` gives the same ids as SentencePiece, including byte encoding of rare
+    characters.
+    """
     processor = sentencepiece.SentencePieceProcessor(
         model_file=str(layout.tokenizer / "spiece.model")
     )
@@ -188,8 +194,8 @@ def test_device_cpu_keeps_the_weights_in_host_memory(layout):
 
 
 def test_the_embedding_is_one_matrix(encoder):
-    """The input embedding and the shared embedding use the same memory, which saves a second copy
-    of 2 GiB.
+    """The input embedding and the shared embedding use the same memory, which saves a 2 GiB
+    copy.
     """
     assert encoder.model.encoder.embed_tokens.weight is encoder.model.shared.weight
 

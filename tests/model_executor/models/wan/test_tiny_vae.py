@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny decoder as a stream equals its network run on a whole clip with empty memories."""
+"""Decoding a stream with the tiny decoder equals running its network on a whole clip with initially
+empty memories.
+"""
 
 from pathlib import Path
 
@@ -33,8 +35,8 @@ def vae(weights: Path) -> TinyVAEDecoder:
 
 
 def whole(vae: TinyVAEDecoder, latents: torch.Tensor) -> torch.Tensor:
-    """Run each block on all frames, where a frame's memory is the preceding frame, or zeros for the
-    first one.
+    """Run each block on all frames at once. A frame's memory is the preceding frame, or zeros for
+    the first frame.
     """
     x = latents[0].transpose(0, 1)
     for layer in vae.decoder:
@@ -64,8 +66,9 @@ def test_a_stream_split_anywhere_equals_the_whole_clip(vae: TinyVAEDecoder, cut:
 def test_growing_frames_equals_enlarging_them_first(
     channels: int, factor: int, layout: torch.memory_format
 ) -> None:
-    """Growing frames in a convolution equals enlarging them first, as the original does. Three fp32
-    channels cannot be copied as words of eight bytes.
+    """Enlarging frames within the convolution equals enlarging them before it, as the original
+    implementation does. One case has three fp32 channels, which cannot be copied as eight-byte
+    words.
     """
     grow = TemporalUpsample(channels, factor)
     x = torch.randn(3, channels, 4, 6).contiguous(memory_format=layout)
@@ -84,8 +87,8 @@ def test_a_cache_is_immutable(vae: TinyVAEDecoder) -> None:
 
 
 def test_released_weights_have_taehvs_names_and_sizes(tmp_path: Path) -> None:
-    """`taew2_1.pth` contains 22.6 MB of fp32 weights including its encoder. Only the decoder is
-    loaded, and its loading is strict.
+    """`taew2_1.pth` contains 22.6 MB of fp32 weights, including an encoder. Only the decoder is
+    loaded, and loading is strict.
     """
     decoder = TinyVAEDecoder()
     names = {name: tuple(p.shape) for name, p in decoder.named_parameters()}

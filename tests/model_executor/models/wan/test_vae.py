@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streaming VAE equals the original implementation, and a stream equals the whole clip bit for
-bit.
+"""The streaming VAE equals the original implementation, and processing a clip as a stream is
+bit-identical to processing it at once.
 
 `tests/golden/lingbot/vae*` were recorded on CPU in float32 from the original Wan VAE at dim 4 with
 random weights.
@@ -69,7 +69,7 @@ def test_uint8_frames_round_to_nearest(golden):
 
 @pytest.mark.parametrize("cuts", [[9, 12, 12], [1, 8, 24], [1] + [4] * 8, [33]])
 def test_a_streamed_encode_equals_the_whole_clip_bit_for_bit(vae, clip, cuts):
-    """Splitting the input changes no bit of the latents or of the cache."""
+    """Encoding a clip in parts gives bit-identical latents and cache to encoding it at once."""
     whole, whole_cache = vae.encode(clip, None)
     latents, cache = encode_stream(vae, clip, cuts)
     assert torch.equal(latents, whole)
@@ -78,7 +78,7 @@ def test_a_streamed_encode_equals_the_whole_clip_bit_for_bit(vae, clip, cuts):
 
 @pytest.mark.parametrize("cuts", [[3, 3, 3], [1, 1, 1, 3, 3], [2, 7], [9]])
 def test_a_streamed_decode_equals_the_whole_clip_bit_for_bit(vae, golden, cuts):
-    """Splitting the latents changes no bit of the frames or of the cache."""
+    """Decoding latents in parts gives bit-identical frames and cache to decoding them at once."""
     whole, whole_cache = vae.decode(golden["latents"], None)
     pixels, cache = decode_stream(vae, golden["latents"], cuts)
     assert torch.equal(pixels, whole)
@@ -87,8 +87,8 @@ def test_a_streamed_decode_equals_the_whole_clip_bit_for_bit(vae, golden, cuts):
 
 @pytest.mark.parametrize("frames_per_call", [1, 2, 3, 4])
 def test_fewer_frames_per_call_give_the_same_frames(vae, weights, golden, frames_per_call):
-    """Frames and cache do not depend on the number of frames per call of the decoder's largest
-    levels.
+    """Frames and cache do not depend on how many frames each call of the decoder's largest levels
+    processes.
 
     The frames are bit-identical if convolutions sum in the same order for any number of frames. On
     a CPU, convolutions over two and over four frames sum in the same order.
@@ -107,13 +107,15 @@ def test_fewer_frames_per_call_give_the_same_frames(vae, weights, golden, frames
 
 
 def test_frames_per_call_must_be_positive():
-    """A bound below one frame is refused."""
+    """A limit of less than one frame per call is refused."""
     with pytest.raises(ValueError, match="at least 1, got 0"):
         StreamingWanVAE(VAEConfig(base_dim=4), encoder=False, frames_per_call=0)
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """Return the peak of additional bytes that torch allocated, according to its profiler."""
+    """Return the peak of the additional bytes that torch allocates during `work`, according to its
+    profiler.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
     kineto = profiled.profiler.kineto_results
@@ -126,10 +128,12 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 
 def test_memory_of_a_decode_does_not_grow_with_its_latents():
-    """A decode call needs its input cache, one more cache, and the work memory of one latent frame.
+    """A decode call needs memory for its input cache, one more cache, and the intermediate results
+    of one latent frame.
 
-    The test uses fp32, because a CPU without bf16 converts on the fly. The measured work memory is
-    2.4 caches, or 1.6 with one frame per call.
+    The test uses fp32, because a CPU without bf16 support converts values during the call. The
+    measured additional memory is 2.4 times the size of a cache, or 1.6 times with one frame per
+    call.
     """
     latents = torch.randn(1, 16, 5, 8, 12, generator=torch.Generator().manual_seed(0))
     peaks = {}
@@ -151,8 +155,8 @@ def test_memory_of_a_decode_does_not_grow_with_its_latents():
 @pytest.mark.nightly  # compiles
 @pytest.mark.parametrize("frames_per_call", [None, 1, 2])
 def test_the_cache_of_a_compiled_decoder_holds_only_its_features(frames_per_call):
-    """The cache holds only its features, although compiled code returns them as slices of larger
-    buffers.
+    """The cache references only its own features, although compiled code returns them as slices of
+    larger buffers.
     """
     vae = StreamingWanVAE(
         VAEConfig(base_dim=16), encoder=False, compiled=True, frames_per_call=frames_per_call
@@ -170,8 +174,8 @@ def test_the_cache_of_a_compiled_decoder_holds_only_its_features(frames_per_call
 
 
 def test_a_call_does_not_change_its_input_cache(vae, golden):
-    """A chunk that was aborted can be decoded again with the same result, because a call does not
-    change its input cache.
+    """An aborted chunk can be decoded again with the same result, because a call does not change
+    its input cache.
     """
     _, cache = vae.decode(golden["latents"][:, :, :3], None)
     before = cache.clone()
@@ -197,8 +201,8 @@ def test_cache_bytes_are_constant_and_known_in_advance(golden, clip, dtype):
 
 
 def test_cache_shapes_equal_the_recorded_ones(vae, golden):
-    """After a stream, each causal convolution of the decoder has as many cached frames as in the
-    original.
+    """After a stream, the cached features of each causal convolution in the decoder have the
+    recorded shapes.
     """
     recorded = json.loads((GOLDEN / "vae_dec_cache_shapes.json").read_text())
     _, cache = vae.decode(golden["latents"], None)
@@ -208,8 +212,8 @@ def test_cache_shapes_equal_the_recorded_ones(vae, golden):
 
 
 def test_the_full_size_decoder_cache_has_1801_mib():
-    """At 480x832 in bfloat16, the decoder's cache has the size published for another
-    implementation.
+    """At 480x832 in bfloat16, the decoder's cache has the size that another implementation has
+    published.
     """
     assert round(cache_nbytes(VAEConfig(), "decoder", 480, 832, torch.bfloat16) / 2**20) == 1801
 
@@ -251,8 +255,8 @@ def test_a_cache_round_trips_through_named_tensors(vae, golden):
 
 
 def test_encoder_and_decoder_can_be_built_alone(weights, clip, golden):
-    """A pipeline stage that decodes no frames can be built without a decoder. An encoder or a
-    decoder that is built separately has only its own parameters.
+    """The encoder or the decoder can be built alone, for example on a pipeline stage that decodes
+    no frames, and then has only its own parameters.
     """
     encoder = StreamingWanVAE(VAEConfig(base_dim=4), decoder=False)
     decoder = StreamingWanVAE(VAEConfig(base_dim=4), encoder=False)
@@ -286,7 +290,9 @@ def test_sizes_that_are_no_multiple_of_eight_are_refused(vae):
 
 
 def test_a_config_round_trips_through_the_diffusers_keys():
-    """The keys of a diffusers checkpoint give the same architecture."""
+    """A config converted to the keys of a diffusers checkpoint and back gives the same
+    architecture.
+    """
     config = VAEConfig(base_dim=4)
     assert VAEConfig.from_dict({"_class_name": "AutoencoderKLWan", **config.to_dict()}) == config
     assert VAEConfig.from_dict(dict(AutoencoderKLWan(base_dim=4).config)) == config
@@ -304,8 +310,8 @@ def test_a_config_round_trips_through_the_diffusers_keys():
     ],
 )
 def test_configs_of_other_autoencoders_are_refused(changed, message):
-    """A config of another autoencoder is refused with the name of the key, because a different VAE
-    would otherwise be built silently.
+    """A config of another autoencoder is refused with an error that names the key. Otherwise, a
+    different VAE would be built silently.
     """
     with pytest.raises(ValueError, match=message):
         VAEConfig.from_dict({**VAEConfig().to_dict(), **changed})
@@ -315,7 +321,7 @@ def test_configs_of_other_autoencoders_are_refused(changed, message):
 def test_later_latents_are_one_graph_for_each_part(
     monkeypatch: pytest.MonkeyPatch, weights: dict[str, torch.Tensor], frames_per_call: int | None
 ) -> None:
-    """Later latents are decoded by one compiled graph for each part of the decoder. Because of
+    """Later latents are decoded by one compiled graph per part of the decoder. Because of
     `fullgraph`, code that cannot be traced raises an error, after which the decoder would run
     uncompiled.
     """

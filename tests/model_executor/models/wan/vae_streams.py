@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run clips through the streaming VAE in parts, as the chunks of a session do. Build VAEs with
-random weights.
+"""Functions that run clips through the streaming VAE in parts, as the chunks of a session do, and
+that build VAEs with random weights.
 """
 
 from dataclasses import replace
@@ -50,7 +50,7 @@ def decode_stream(
 
 
 def assert_caches_close(cache: VAECache, expected: VAECache) -> None:
-    """Assert that two fp32 caches are equal except for a different order of sums."""
+    """Assert that two fp32 caches are equal within the error of a different order of summation."""
     for feature, wanted in zip(cache.features, expected.features, strict=True):
         torch.testing.assert_close(feature, wanted, atol=1e-4, rtol=1e-4)
 
@@ -64,14 +64,14 @@ RELEASES = {
         latents_std=VAEConfig.latents_std,
     ),
 }
-"""Configs of both networks, with the latent channels of Wan 2.1."""
+"""VAE configs of Wan 2.1 and Wan 2.2, both with the latent channels of Wan 2.1."""
 
 
 def random_vae(
     seed: int = 0, base_dim: int = 4, release: str = "2.1", **options: Any
 ) -> StreamingWanVAE:
-    """Return a decoder, or the halves selected in `options`, with random weights that give frames
-    with contrast.
+    """Return a VAE with random weights that give frames with contrast. It has only a decoder unless
+    `options` selects otherwise.
     """
     config = replace(RELEASES[release], base_dim=base_dim, decoder_base_dim=None)
     vae = StreamingWanVAE(config, **{"encoder": False, **options})
@@ -84,10 +84,10 @@ def random_vae(
 
 
 def plainly_fused(decoder: Any, bands: RowBands | None) -> FusedDecoder:
-    """Return the fused decoder with its passes in plain torch."""
+    """Return a fused decoder whose passes run in plain torch."""
     return FusedDecoder(decoder, bands, FusedPasses(stack_frames, add_up))
 
 
 def plainly_fused_encoder(encoder: Any) -> FusedEncoder:
-    """Return the fused encoder with its passes in plain torch."""
+    """Return a fused encoder whose passes run in plain torch."""
     return FusedEncoder(encoder, FusedPasses(stack_frames, add_up))

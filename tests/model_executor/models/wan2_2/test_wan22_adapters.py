@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of Wan 2.2 equal merged weights. The names of tensors or files select both experts or
-one of them.
+"""Wan 2.2 adapters equal merged weights. Tensor names or file names determine whether an adapter
+applies to one expert or to both.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from vllm_omni.model_executor.layers.lora.store import AdapterStore
 from vllm_omni.model_executor.models.wan2_2.pipeline import EXPERTS, Wan22
 
 TOLERANCE = 2e-4
-"""Tolerance for fp32 latents of order 1 after four steps."""
+"""Tolerance for fp32 latents of magnitude 1 after four steps."""
 HIGH, LOW = EXPERTS
 
 
@@ -33,7 +33,7 @@ def made(model: Wan22, seed: int) -> files.Factors:
 
 
 def one_of_both(tmp_path: Path, high: files.Factors, low: files.Factors) -> Path:
-    """Write a file in diffusers' format that contains adapters of both networks."""
+    """Write a single file in diffusers' format that contains the adapters of both experts."""
     first = load_file(
         files.write_diffusers(high, tmp_path / "first") / "pytorch_lora_weights.safetensors"
     )
@@ -48,7 +48,7 @@ def one_of_both(tmp_path: Path, high: files.Factors, low: files.Factors) -> Path
 
 
 def two_files(tmp_path: Path, high: files.Factors, low: files.Factors) -> Path:
-    """Write a directory in the layout of step-distillation adapters."""
+    """Write one file per expert into a directory, in the layout of step-distillation adapters."""
     folder = tmp_path / "lightning"
     folder.mkdir()
     files.write_community_ab(high, folder / "high_noise_model.safetensors")
@@ -85,7 +85,9 @@ def test_each_expert_has_its_adapter(
 def test_the_file_name_selects_the_expert(
     name: str, experts: tuple[str, ...], checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """An adapter whose file name marks no expert applies to both experts."""
+    """The file name selects the expert. An adapter whose file name identifies no expert applies to
+    both experts.
+    """
     model = load_model(checkpoints["t2v"])
     own = made(model, 1)
     store = make_store(model, {"one": files.write_community_ab(own, tmp_path / name)})

@@ -3,7 +3,7 @@
 tiny weights and seed in fp32.
 
 diffusers embeds timesteps and normalises in single precision or in a different order, and runs the
-two guidance branches one after the other. The measured latents are 9e-6 to 2e-5 apart, and the
+two guidance branches one after the other. The measured difference of latents is 9e-6 to 2e-5, and
 frames are equal.
 """
 
@@ -26,7 +26,7 @@ from helpers.wan22_driver import (
 from PIL import Image
 
 LATENTS = 1e-4
-"""Largest allowed difference of a latent (the standard deviation of latents is about 1)."""
+"""Maximum difference of a latent (the standard deviation of latents is about 1)."""
 CASES = {
     "t2v": ("t2v", False),
     "i2v": ("i2v", True),
@@ -57,8 +57,8 @@ def diffusers_result(path: Path, with_image: bool, output_type: str, **call: Any
 
 @pytest.mark.parametrize("case", CASES)
 def test_latents_equal_those_of_diffusers(checkpoints: dict[str, Path], case: str) -> None:
-    """The latents after twelve UniPC steps with guidance equal those of diffusers, over both
-    experts if there are two.
+    """The latents after twelve UniPC steps with guidance equal those of diffusers. The steps use
+    both experts if there are two.
     """
     layout, with_image = CASES[case]
     second = {} if layout == "ti2v" else {"guidance_scale_2": 3.0}

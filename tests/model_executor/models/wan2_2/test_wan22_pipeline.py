@@ -17,15 +17,15 @@ from vllm_omni.model_executor.models.wan2_2.weights import load_transformer
 from vllm_omni.outputs import RequestFailed
 
 BATCH = 1e-4
-"""Tolerance for batched products, which sum in a different order than single ones. The observed
-difference is 2e-5 over eight steps.
+"""Tolerance for batched matrix products, which sum in a different order from unbatched products.
+The measured difference is 2e-5 over eight steps.
 """
 A14B = Wan22Checkpoint("t2v", 0.875, 16, 8, 4)
 
 
 def test_requests_at_different_steps_share_a_forward(checkpoints: dict[str, Path]) -> None:
-    """Requests that share a forward pass equal their solo runs, although one starts two steps later
-    with other guidance, prompt and schedule length.
+    """Requests that share a forward pass equal their solo runs, even if one starts two steps later
+    with different guidance, prompt and schedule length.
     """
     model = load_model(checkpoints["t2v"])
     assert isinstance(model, SupportsStepExecution)
@@ -58,8 +58,9 @@ def test_requests_at_different_steps_share_a_forward(checkpoints: dict[str, Path
 
 
 def test_guidance_defaults_are_the_authors(checkpoints: dict[str, Path]) -> None:
-    """Guidance defaults to 4 above the boundary and 3 below it. A single value in a request applies
-    above and below the boundary, and the deployment's defaults take precedence over the authors'.
+    """Guidance defaults to 4 above the boundary and 3 below it, as the model's authors recommend.
+    If a request specifies only `guidance_scale`, it applies on both sides of the boundary. The
+    deployment's defaults take precedence over the authors'.
     """
 
     def guidance(options: dict[str, Any] | None = None, **params: Any) -> tuple[float, float]:
@@ -117,7 +118,7 @@ def test_images_are_checked(checkpoints: dict[str, Path]) -> None:
 def test_the_warm_up_covers_every_kind_of_request(
     checkpoints: dict[str, Path], layout: str, clean_frames: list[int]
 ) -> None:
-    """The warm-up of TI2V covers text requests and image requests, because they are compiled
+    """The TI2V warm-up covers requests with and without an image, because the two are compiled
     separately.
     """
     model = load_model(checkpoints[layout])
@@ -133,8 +134,8 @@ def test_the_warm_up_covers_every_kind_of_request(
 
 
 def test_kind_tasks_and_defaults_are_read_from_the_directory(checkpoints: dict[str, Path]) -> None:
-    """The model family reads kind, tasks and defaults from the configs of a directory, without its
-    weights.
+    """The model family reads the kind, tasks and defaults from the configs in a directory, without
+    its weights.
     """
     facts = {
         layout: FAMILY.hf_config(path)["wan2_2"]["facts"] for layout, path in checkpoints.items()
@@ -160,7 +161,9 @@ def test_kind_tasks_and_defaults_are_read_from_the_directory(checkpoints: dict[s
 
 
 def test_weights_are_loaded_strictly(checkpoints: dict[str, Path]) -> None:
-    """A transformer with a different number of input channels, for example, is refused."""
+    """Weights that do not fit are refused, for example a transformer with a different number of
+    input channels.
+    """
     model = load_model(checkpoints["t2v"])
     with pytest.raises(ValueError, match="misshapen: 1"):
         load_transformer(

@@ -16,7 +16,7 @@ STEPS: dict[str, Any] = {"num_inference_steps": 10, "output": "latents"}
 
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record the expert of each subsequent forward pass."""
+    """Return a list to which every later forward pass appends its expert."""
     from vllm_omni.model_executor.models.wan2_2.transformer import Wan22Transformer
 
     run, forward = [], Wan22Transformer.forward
@@ -34,7 +34,7 @@ def test_the_step_cache_saves_forwards_of_a_video(
     checkpoints: dict[str, Path], forwards: list[str], kind: str
 ) -> None:
     """The step cache always computes the first step of every expert and the last step of the video.
-    A threshold below every change skips no step.
+    A threshold below every change between steps skips no step.
     """
     model = load_model(checkpoints[kind])
     whole = make_video(model, **STEPS)[1]["latents"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streaming autoencoder of Waypoint: splits, sizes and immutable caches."""
+"""Waypoint's streaming autoencoder: decoding in parts, sizes, and immutable caches."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How `config.yaml` is read, and which controls a model has."""
+"""Parsing of `config.yaml`, and the controls that a model has."""
 
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,7 @@ def test_options_for_values_that_the_checkpoint_fixes_are_refused() -> None:
 
 
 def test_a_chunk_is_one_latent_frame(checkpoints: dict[str, Path]) -> None:
-    """A chunk, including the first one, has four video frames in Waypoint-1.5 and one in
+    """Every chunk, including the first, has four video frames in Waypoint-1.5 and one in
     Waypoint-1. Endpoints read this number from the model family.
     """
     for layout, each in (("v1_5", 4), ("v1", 1)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows virtual-key codes as buttons, and the list of them in error messages."""
+"""Windows virtual-key codes as buttons, and the list of these codes in error messages."""
 
 import pytest
 
@@ -24,8 +24,8 @@ def test_every_code_has_a_unique_name() -> None:
 
 
 def test_a_refusal_lists_common_keys_first() -> None:
-    """An error message lists letters, space and the mouse first, followed by the number of the
-    other keys and where they are listed.
+    """An error message for an unknown key first lists common keys, such as letters, space and
+    the mouse buttons, and then the number of other keys and a pointer to the complete list.
     """
     with pytest.raises(RequestFailed, match="holds the button 'jump'") as refused:
         read_actions(KEYBOARD, [["jump"]], {}, 1)

@@ -14,7 +14,9 @@ from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.waypoint.checkpoint import LAYOUTS
 
 TOLERANCE = 1e-4
-"""Tolerance for six frames in fp32, because ranks change the order of sums."""
+"""Tolerance for six frames in fp32, because splitting sums over ranks changes the order of
+summation.
+"""
 CHUNKS: list[dict[str, Any]] = [
     {"tensors": {"image": start_image()}, "actions": [["w"]]},
     *({"actions": [["a", "space"]]} for _ in range(5)),

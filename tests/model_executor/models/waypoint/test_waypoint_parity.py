@@ -19,9 +19,9 @@ GOLDEN = golden_folder("waypoint")
 
 
 def copy(directory: Path, name: str) -> Path:
-    """Copy one scenario and the weights that it requires.
+    """Copy one scenario together with the weights that it requires.
 
-    Returns the path of the scenario.
+    Return the path of the scenario.
     """
     for path in (GOLDEN / f"{name}.safetensors", *GOLDEN.glob("*_weights.safetensors")):
         shutil.copyfile(path, directory / path.name)
@@ -65,7 +65,9 @@ def test_another_frame_list_fails(tmp_path: Path) -> None:
 
 
 def test_every_recorded_argument_of_the_image_encoder_is_used(tmp_path: Path) -> None:
-    """An encoder that was recorded without its unused log-variance head is built without it."""
+    """An image encoder that was recorded without its unused log-variance head is built without that
+    head.
+    """
     path = copy(tmp_path, "wp1_ae")
     weights = tmp_path / "wp1_ae_tiny_weights.safetensors"
     retained = {
@@ -85,7 +87,7 @@ def test_every_recorded_argument_of_the_image_encoder_is_used(tmp_path: Path) ->
     [("wp1_ae", "encoder_cfg"), ("wp1_ae", "decoder_cfg"), ("wp15_rollout", "cfg")],
 )
 def test_an_unknown_recorded_setting_is_refused(tmp_path: Path, scenario: str, key: str) -> None:
-    """An unknown recorded setting is refused, because ignoring it would compare a different
+    """An unknown recorded setting is refused, because ignoring it would mean comparing a different
     network.
     """
     change_settings(copy(tmp_path, scenario), key, swirl=3)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two kinds of K/V ring buffers are compared with a plain list of frames."""
+"""The two kinds of K/V ring buffers, compared with a reference implementation that uses a list of
+frames.
+"""
 
 import pytest
 import torch
@@ -56,8 +58,8 @@ def run(held: FrameRings, frames: range) -> None:
 
 @pytest.mark.parametrize(("window", "dilation"), [(8, 4), (6, 2), (4, 4), (3, 1), (16, 8)])
 def test_a_frame_sees_the_frames_of_the_plain_rule(window: int, dilation: int) -> None:
-    """A frame sees the frames that the plain rule gives, even while its own slot contains noisy
-    values.
+    """A frame sees the same frames as in the reference implementation, even while its own slot
+    contains noisy values.
     """
     config = replace(SMALL, global_window=window, global_pinned_dilation=dilation)
     held, stored = rings(config), list[int]()

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Waypoint network without an engine: batches, aborted frames, and the two sets of tables."""
+"""The Waypoint network without an engine: batches, aborted frames, and the two sets of lookup
+tables.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,9 @@ def committed(model: WaypointTransformer, seed: int, frames: int) -> FrameRings:
 
 
 def test_a_request_has_the_same_bits_in_a_batch(model: WaypointTransformer) -> None:
-    """A request has the same bits in a batch with sessions of other ages and at other steps."""
+    """A request in a batch with sessions of other ages and at other steps is bit-identical to the
+    same request run alone.
+    """
     windows, sigmas = [committed(model, 10 * age, age) for age in (0, 3, 9)], (1.0, 0.3, 0.0)
 
     def items() -> list[FrameItem]:

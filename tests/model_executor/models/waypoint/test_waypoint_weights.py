@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of Waypoint's tensors (the released 393, and the engine's 361 and 366), and strict loading
-of each set.
+"""Names of Waypoint's tensors (393 released, 361 and 366 in the engine's state dicts), and strict
+loading of each set.
 """
 
 import json
@@ -55,7 +55,7 @@ def load(tensors: Tensors, config: WaypointConfig, folder: Path) -> WaypointTran
 
 
 def as_engine(released: Tensors, config: WaypointConfig) -> Tensors:
-    """Return the released 1.5 tensors under the names of the engine's state dict."""
+    """Return the released tensors of Waypoint-1.5 under the names of the engine's state dict."""
     engine: Tensors = {}
     cells = config.patch[0] * config.patch[1]
     for name, tensor in released.items():
@@ -141,7 +141,8 @@ def test_each_bias_of_a_block_applies_to_its_half(tmp_path: Path) -> None:
 
 def test_full_size_networks_have_the_published_parameters() -> None:
     """Waypoint 1.5 has the published 1,281,960,088 parameters, plus a second bias per block and
-    minus the unused embedding. 1-Small differs from its published number in the same way.
+    minus the unused embedding. Waypoint-1-Small differs from its published number of parameters in
+    the same way.
     """
     small = released_config("waypoint_1_small")
     released = WaypointConfig.from_checkpoint(RELEASED)

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_omni.testing import parity
 
     name = args.model
-    if name not in parity.FAMILIES:  # an alias
+    if name not in parity.FAMILIES:  # `name` may be an alias
         try:
             name = get_family(name).name
         except ValueError as error:

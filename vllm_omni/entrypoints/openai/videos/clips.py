@@ -18,8 +18,8 @@ from vllm_omni.entrypoints.realtime.connection.images import format_name
 
 _MAX_CLIP_SECONDS: Final = 600.0
 _CLIP_SIDE: Final = 1024
-"""Maximum side length in pixels of frames that are sent to the engine. Models use smaller frames
-than this.
+"""Maximum side length in pixels of frames that are sent to the engine. Models use frames that are
+smaller than this limit.
 """
 
 _MAX_FRAMES: Final = 36_000
@@ -107,7 +107,8 @@ def read_clip(
         frames, pixels_left = [], _MAX_PIXELS
         with av.open(io.BytesIO(data), mode="r") as container:
             stream = container.streams.video[0]
-            # FFmpeg refuses frames that are larger than the file declares. Each clip uses one core.
+            # Frames may be larger than the file declares, so FFmpeg limits their size, too. Each
+            # clip uses one core.
             stream.codec_context.options = {"max_pixels": str(_MAX_FRAME_PIXELS)}
             stream.codec_context.thread_count = 1
             for number, frame in enumerate(container.decode(stream)):
@@ -130,8 +131,8 @@ def read_clip(
 
 
 def _measure(data: bytes, param: str, has_left: Callable[[], bool]) -> tuple[int, float]:
-    """Return the number of frames and the length in seconds of a clip. Frames are counted by
-    packets, without decoding them.
+    """Return the number of frames and the length in seconds of a clip, by counting packets without
+    decoding them.
 
     Raises:
         ApiError: Status 400, because the clip is empty, too long or too large.

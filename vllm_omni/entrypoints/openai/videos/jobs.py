@@ -2,10 +2,10 @@
 """`VideoJobs`: video jobs of this API server process, from acceptance to a terminal state.
 
 A job is accepted immediately, and then waits for one of `max_running_videos` slots and for capacity
-in the engine. A job either completes, and its files are in the store, or fails with a reason. Jobs
-continue when the client disconnects. Cancelling or deleting a job aborts its engine request before
-the next denoise step. The workers report the progress of a job. Progress never decreases, and it
-reaches 100 only when the file is complete. This module does not depend on HTTP.
+in the engine. A job either completes and leaves its files in the store, or fails with a reason.
+Jobs continue when the client disconnects. Cancelling or deleting a job aborts its engine request
+before the next denoise step. The workers report the progress of a job. Progress never decreases,
+and it reaches 100 only when the file is complete. This module does not depend on HTTP.
 
 A task queue such as Celery or arq is not used because a job runs in the engine of this process and
 cannot outlive it. A broker would add a process without adding durability.
@@ -52,7 +52,7 @@ T = TypeVar("T")
 @dataclasses.dataclass(eq=False)
 class _Job:
     record: JobRecord
-    """Record of the job, as stored."""
+    """Record of the job, which is also written to the store."""
     plan: VideoPlan
     """Parameters of the video."""
     arrays: dict[str, np.ndarray]
@@ -116,12 +116,12 @@ class VideoJobs:
     async def submit(
         self, plan: VideoPlan, arrays: dict[str, np.ndarray], principal: str = ANONYMOUS
     ) -> JobRecord:
-        """Accept a job of a client, and start to run it in the background.
+        """Accept a client's job, and run it in the background.
 
         Args:
             plan: Parameters of the video.
             arrays: Input arrays: `image` for the first frame, or `video` for the clip to edit.
-            principal: The client.
+            principal: Principal of the client.
 
         Returns:
             Record of the job.
@@ -163,7 +163,7 @@ class VideoJobs:
         Args:
             media_id: Id of the job.
             ending: `delete` also removes the job.
-            principal: The client.
+            principal: Principal of the client.
 
         Returns:
             Last record of the job, or None if the client has no job with this id.
@@ -285,7 +285,7 @@ class VideoJobs:
         job.record.inference_time_s = round(time.monotonic() - job.started_s, 3)
 
     async def _frames(self, job: _Job) -> AsyncGenerator[tuple[np.ndarray, float]]:
-        """Yield the frames of the video in order, in parts of `(frames_THWC, fps)`."""
+        """Yield the frames of the video in order, as pairs `(frames_THWC, fps)`."""
         plan, arrays = job.plan, job.arrays
         if self._served.world is None:
             params = plan.sampling.params(job.session_id, num_frames=plan.num_frames, fps=plan.fps)

@@ -226,8 +226,8 @@ def _unknown() -> ApiError:
 
 
 def _named_images(body: ParsedBody) -> dict[str, Any]:
-    """Return the named images of a body, each as the bytes of a file or as a `data:` URL. The field
-    `images` is removed from the body's fields.
+    """Return the named images of a body, each as the bytes of a file or as a `data:` URL. The
+    `images` field is removed from the body's fields.
     """
     given = body.fields.pop("images", {})
     if not isinstance(given, dict) or len(given) > MAX_IMAGES:

@@ -45,8 +45,8 @@ class CodecError(Exception):
 
 
 class TooManyValues(CodecError):
-    """Raised when a message has more than `MAX_NODES` values. Refusing it costs as much time as the
-    largest valid message.
+    """Raised when a message has more than `MAX_NODES` values. Refusing such a message takes as long
+    as checking the largest valid message.
     """
 
 
@@ -80,8 +80,8 @@ def decode(data: bytes) -> DecodedMessage:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise CodecError("not valid msgpack") from None
     # Every marked array or scalar contains one of these keys: `__ndarray__`, `__npgeneric__`, or
-    # `nd` after its length, in the shortest encoding or a longer one. Nearly all control messages
-    # contain none.
+    # `nd`, which follows its length in the shortest encoding or a longer one. Nearly all control
+    # messages contain none of the keys.
     is_marked = b"__n" in data or b"\xa2nd" in data or b"\x02nd" in data
     if not is_marked and not has_byte_keys:
         return DecodedMessage(value, None, num_values)
@@ -290,7 +290,7 @@ def _array(dtype_name: Any, shape: Any, data: Any) -> np.ndarray:
     if nbytes == 0:
         try:
             return np.zeros(shape, dtype.newbyteorder("="))
-        # The other dimensions of an empty array may have any length.
+        # One dimension is 0, so the other dimensions may be arbitrarily large.
         except (ValueError, OverflowError):
             raise CodecError("array shape has an absurd dimension") from None
     if dtype.kind == "b":

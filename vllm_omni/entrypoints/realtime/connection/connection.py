@@ -84,7 +84,7 @@ class Connection:
         await self._websocket.accept(subprotocol=subprotocol)
         transport = self._transport()
         if transport is not None:
-            # The transport does not buffer either: one message at a time waits for the kernel.
+            # Disable buffering in the transport. Only one message at a time waits for the kernel.
             transport.set_write_buffer_limits(high=0)
         raw = transport.get_extra_info("socket") if transport is not None else None
         if raw is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -99,8 +99,8 @@ class Connection:
         """Return the next message.
 
         Args:
-            busy: Returns whether requests of the client are running. The idle timeout does not
-                apply during this time.
+            busy: Function that returns whether requests of the client are running. While requests
+                are running, the idle timeout does not apply.
 
         Raises:
             ClientDisconnected: The client disconnected.
@@ -156,8 +156,8 @@ class Connection:
 
         Args:
             error: Error to raise, with a close code.
-            patience_s: Time in seconds that requests in flight have to fail on their own. If there
-                are none, the error is raised immediately.
+            patience_s: Time in seconds that requests in flight have to fail on their own. If no
+                request is in flight, the error is raised immediately.
         """
         self._failure, self._fail_by_s = error, time.monotonic() + patience_s
         if self._idle_limit is not None:
@@ -268,7 +268,9 @@ class Connection:
                 await asyncio.wait([sending])
             if limit.expired() and not sending.done():
                 sending.cancel()
-                self._give_up()  # the caller's `asyncio.timeout` lets its own cancellation pass
+                # The caller has been cancelled, so its `asyncio.timeout` does not raise
+                # TimeoutError.
+                self._give_up()
         if not sending.cancelled():
             sending.exception()  # the connection's next send raises `ClientDisconnected`
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`DeliveryWindow`: detects clients that receive video more slowly than it plays.
 
-A client may be slow for a moment, and a client that never reads exceeds the send deadline. This
-class detects clients that keep reading but too slowly, because they would occupy a session and the
-engine permanently.
+A client is allowed to be slow for a moment, and the send deadline handles clients that never read.
+This class detects clients that keep reading, but too slowly, because such clients would occupy a
+session and the engine permanently.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ burst.
 class DeliveryWindow:
     """Measures how fast one client reads the replies of a run.
 
-    A client is late if, each time it has received a reply, a later chunk is already waiting.
-    Lateness may only mean that the model is faster than real time. A late client is too slow if it
-    has also received fewer frames than it plays in `timeout_s`. The measured window is one chunk
-    longer than `timeout_s` because a client that plays in real time receives no data between two
-    chunks.
+    A client is late if, each time it has received a reply, a later chunk is already waiting. A late
+    client is not necessarily too slow, because the model may be faster than real time. A late
+    client is too slow if it has also received fewer frames than it plays in `timeout_s`. The
+    measured window is one chunk longer than `timeout_s` because a client that plays in real time
+    receives no data between two chunks.
 
     Args:
         timeout_s: Time in seconds for which a client may be late without interruption. 0: the time
@@ -86,10 +86,10 @@ class DeliveryWindow:
             self._last_late_s = now_s
 
     def note_wait(self) -> None:
-        """Record that the server delays a reply until it is due. The client then does not count as
-        late.
+        """Record that the server delays a reply to pace the stream. The client then does not count
+        as late.
 
-        During the delay, the next chunk waits until it is due and not for the client.
+        During such a delay, the next chunk waits for its playing time and not for the client.
         """
         self._late_since_s = None
 

@@ -64,9 +64,9 @@ class SessionTable(Protocol[S_co]):
 class SessionDrain(Generic[S]):
     """Drains the sessions of one API server process.
 
-    The attribute `save_to` is a function that writes a session to persistent storage. By default,
-    sessions are discarded. The attribute `move_away` is a function that moves as many sessions as
-    possible to other servers. By default, no session is moved.
+    `save_to` is a function that writes a session to persistent storage. By default, sessions are
+    discarded. `move_away` is a function that moves as many sessions as possible to other servers.
+    By default, no session is moved.
     """
 
     def __init__(self) -> None:
@@ -139,9 +139,9 @@ class SessionDrain(Generic[S]):
         """Drain the server: refuse new work, move sessions away, and finish and save the remaining
         sessions.
 
-        The call returns when all connections are closed. The wait is needed because the task of
-        each connection closes it with 1013 after `draining`, whereas the server's shutdown would
-        close it with 1012.
+        The call returns only when all connections are closed, because the task of each connection
+        closes it with 1013 after `draining`, whereas the server's shutdown would close it with
+        1012.
         """
         manager.guard.is_draining = True
         if self.move_away is not None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ConnectionGuard`: admits clients to the realtime endpoints before the WebSocket upgrade.
 
-Requests from browser pages of other origins are refused with 403. A connection that exceeds the
+Requests from browser pages with other origins are refused with 403. A connection that exceeds the
 limit is refused with 503. All endpoints of one API server process share the limit. vLLM's own
 middleware has already checked the API key of a request before it reaches this guard.
 """
@@ -38,8 +38,8 @@ class ConnectionGuard:
 
     @asynccontextmanager
     async def admit(self, websocket: WebSocket) -> AsyncIterator[bool]:
-        """Yield whether a client is admitted. If it is not, it has already received an error
-        response.
+        """Yield whether a client is admitted. A client that is not admitted has already received an
+        error response.
         """
         refusal = self.refusal(websocket)
         if refusal is not None:

@@ -57,7 +57,7 @@ def load_named_images(sources: Mapping[str, Any], limits: EndpointLimits) -> dic
     Loading takes about 10 ms per image, so call this function on a worker thread.
 
     Args:
-        sources: Images by name, each as for `load_image`.
+        sources: Images by name, each in a form that `load_image` accepts.
         limits: Limits on the size of each image and on the total number of bytes.
 
     Raises:

@@ -28,7 +28,7 @@ class EndpointLimits(msgspec.Struct, frozen=True, kw_only=True):
     requests is closed with 4010. Default: 300.
     """
     pinged_session_idle_s: Seconds = 3600.0
-    """Idle time in seconds after which a session is closed although its client sends pings. The
+    """Idle time in seconds after which a session is closed even if its client sends pings. The
     value has no effect if it is shorter than `omni.session_idle_s`. A new session may evict the
     idle session after `omni.session_idle_s`. Default: 3600.
     """
@@ -37,9 +37,9 @@ class EndpointLimits(msgspec.Struct, frozen=True, kw_only=True):
     is closed with 4008. Default: 3.
     """
     slow_reader_timeout_s: SecondsOrNever = 7.0
-    """Time in seconds for which a client may receive less video than it plays while more video is
-    waiting. After this time, the connection is closed with 4008. 0 disables the limit. Network
-    buffers hide the first seconds of slow reading. Default: 7.
+    """Time in seconds for which a client may receive video more slowly than it plays while more
+    video is waiting. After this time, the connection is closed with 4008. 0 disables the limit.
+    Network buffers hide the first seconds of slow reading. Default: 7.
     """
     chunk_timeout_s: Seconds = 300.0
     """Time in seconds after which a chunk that is not finished is aborted with `timeout`. Default:
@@ -50,7 +50,7 @@ class EndpointLimits(msgspec.Struct, frozen=True, kw_only=True):
     HTTP 503. Default: 256.
     """
     max_requests_per_connection: Count = 8
-    """Maximum number of requests of one connection that run or wait. Further requests are refused
+    """Maximum number of running and waiting requests per connection. Further requests are refused
     with `busy`. Default: 8.
     """
     max_messages_per_s: Count = 200
@@ -82,8 +82,8 @@ class EndpointLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of characters of a prompt. Default: 8192."""
     chunks_in_flight: Count = 2
     """Maximum number of chunks of one session that are in the engine. With the value 2, the engine
-    does not idle between chunks. If `omni.chunks_in_flight` exceeds 1, at least one chunk more than
-    that is used. Default: 2.
+    does not idle between chunks. If `omni.chunks_in_flight` exceeds 1, the limit is at least
+    `omni.chunks_in_flight` + 1. Default: 2.
     """
     unsent_chunks: Count = 2
     """Maximum number of finished chunks that wait for a slow client before the session pauses.

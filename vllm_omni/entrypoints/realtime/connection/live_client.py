@@ -34,8 +34,8 @@ UNSENT_CHUNKS: Final = 1
 A larger number would delay the effect of a client's controls.
 """
 
-# Clients of these protocols expect a reply to each invalid message, so the limit is high. It still
-# stops floods.
+# Clients of these protocols expect a reply to each invalid message, so the limit is high, but it
+# still stops floods.
 _MAX_STRIKES: Final = 100
 _SLOT_POLL_S: Final = 0.1
 _MAX_TEXT_FRAMES: Final = 3
@@ -105,12 +105,12 @@ class ConnectionHandler(ABC):
 
     @property
     def follows_moves(self) -> bool:
-        """Whether the client continues its sessions on another server when it is instructed to."""
+        """Whether the client continues its sessions on another server when instructed to."""
         return False
 
     async def session_moved(self, session: Session) -> None:  # noqa: B027  (the end of a stream does)
-        """Notify the client on which server a session continues, unless the reply that ends its
-        request contains this.
+        """Notify the client of the server on which a session continues, unless the last reply to
+        the session's request already names this server.
         """
 
     def _log_end(self, seconds: float) -> None:
@@ -212,7 +212,7 @@ class LiveClient(ConnectionHandler):
 
     @abstractmethod
     async def deliver(self, payload: Any) -> None:
-        """Send one reply, which the job's `render` function has produced."""
+        """Send one reply that the job's `render` function has produced."""
 
     @abstractmethod
     async def complete(self) -> None:
@@ -306,8 +306,8 @@ class LiveClient(ConnectionHandler):
             yield session.destination is None
 
     def start_job(self, job: SessionJob) -> None:
-        """Start to generate and deliver the chunks of a job. `open_session` must have been called
-        before.
+        """Start to generate and deliver the chunks of a job. `open_session` must already have been
+        called.
         """
         assert self.session is not None
         self._stream = self.manager.spawn(self._deliver_all(self.session, job))
@@ -369,9 +369,9 @@ class RealtimeEndpoint:
         """Serve one connection from handshake to close."""
         async with self._manager.guard.admit(websocket) as admitted:
             if admitted:
-                # The handler runs in its own task. A message wakes every coroutine of the task that
-                # waits for it, and there are more than a dozen layers of middleware above this
-                # coroutine.
+                # The handler runs in its own task because each message resumes every coroutine on
+                # the stack of the waiting task, and the stack of the current task contains more
+                # than a dozen layers of middleware.
                 handler = self._handler(self._manager, websocket)
                 await asyncio.create_task(handler.serve_connection())
 

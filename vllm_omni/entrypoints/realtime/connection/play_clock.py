@@ -16,9 +16,9 @@ class PlayDeadline(NamedTuple):
 class PlayClock:
     """Computes the deadlines of one stream.
 
-    The deadline of a chunk is one playback time of the chunk after the deadline of the previous
-    chunk. If the stream is late or was paused, the next deadline is computed from the current time,
-    so delays do not accumulate.
+    The deadline of a chunk is the deadline of the previous chunk plus the chunk's own playing time.
+    If the stream is late or was paused, the next deadline is computed from the current time, so
+    delays do not accumulate.
     """
 
     def __init__(self) -> None:

@@ -49,7 +49,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     intrinsics_reference_size: tuple[int, int] = (832, 480)
     """(width, height) in pixels of the image to which intrinsics refer."""
     key_focal: float = 500.0
-    """Focal length in pixels of the video that is assumed for camera keys, unless the world
+    """Focal length, in pixels of the video, that is assumed for camera keys unless the world
     description specifies one.
     """
     key_step: float = 0.05
@@ -78,7 +78,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     target_fps: float | None = None
     """Frame rate of a stream if the client does not request one. None: the model's frame rate."""
     model: str = ""
-    """Name of the model that clients use."""
+    """Name that clients use for the model."""
     preset: str | None = None
     """Preset of the server (`omni.model.preset`). None: the model has no presets."""
     card: WorldDescription | None = None
@@ -203,7 +203,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def key_intrinsics(self, width: int, height: int) -> list[float]:
         """Return the intrinsics fx, fy, cx, cy that are assumed for camera keys.
 
-        The unit is pixels of the reference size, as for the intrinsics of poses.
+        The unit is pixels of the reference size, as in the intrinsics that accompany poses.
 
         Args:
             width: Width of the video in pixels.

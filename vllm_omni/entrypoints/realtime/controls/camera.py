@@ -17,7 +17,8 @@ from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 
 PosePolicy = Literal["error", "trim", "hold_last"]
 
-# A larger deviation from a rotation is an error. A smaller one is due to rounding.
+# A matrix that deviates more than this from a rotation is an error. A smaller deviation is taken to
+# be rounding.
 _ROTATION_TOLERANCE: Final = 1e-2
 _LAST_ROW_TOLERANCE: Final = 1e-3
 _LARGEST: Final = 1e6  # float32 positions above this have no useful precision

@@ -89,7 +89,7 @@ class ControlSample(msgspec.Struct, frozen=True):
     effect.
     """
     is_new: bool = False
-    """Whether no earlier sample contained `event_id`."""
+    """Whether `event_id` appears in a sample for the first time."""
     applied: tuple[EventId, ...] = ()
     """Ids of the events that take effect for the first time in this chunk."""
     active: tuple[EventId, ...] = ()
@@ -97,8 +97,8 @@ class ControlSample(msgspec.Struct, frozen=True):
 
 
 class ControlTrack(msgspec.Struct):
-    """Controls of one session, in order of arrival. This class is not thread-safe; call `apply` and
-    `sample` on the same event loop.
+    """Collects the controls of one session in order of arrival. This class is not thread-safe; call
+    `apply` and `sample` on the same event loop.
     """
 
     space: ActionSpace = CAMERA_SPACE

@@ -8,9 +8,9 @@ and its rotation follows the shortest arc at constant speed. A `velocity` is a s
 in every latent frame until the next command. Poses of pixel frames between latent frames are
 interpolated in the same way.
 
-If the model has the axes `WALK_AXES`, a velocity is converted to their values instead
-(`walk_axes`). The model then moves the camera with the package's only integrator, which respects
-walls. This module contains only data, which `stream_state.py` serializes.
+If the model has the axes `WALK_AXES`, a velocity is converted to values of these axes instead
+(`walk_axes`). The model then moves the camera itself, with the package's only integrator of camera
+motion, which respects walls. This module contains only data, which `stream_state.py` serializes.
 """
 
 import math

@@ -3,8 +3,8 @@
 
 The serialized state contains data that a snapshot of the session lacks: held buttons, the rest of a
 script, the camera that commands move, and inputs that are waiting for the next chunk. The classes
-of this folder are serialized with their private fields. Only servers of the same fleet exchange
-this state.
+in this directory are serialized with their private fields. Only servers of the same fleet exchange
+the serialized state.
 """
 
 from typing import Any, TypeVar

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`BitrateControl`: lowers a session's bitrate while its client receives too slowly.
 
-The measured quantity is the client's backlog, that is, the time for which a finished chunk still
-waited for the network. A chunk should be transferred in a fraction of its playback time because the
-remaining time is needed to generate the next chunk. The target bitrate falls quickly and rises
-slowly, so it settles below the rate of the network.
+The measured quantity is the client's backlog, that is, the time that a finished chunk waits for the
+network. A chunk should be transferred in a fraction of its playback time because the remaining time
+is needed to generate the next chunk. The target bitrate falls quickly and rises slowly, so it
+settles below the rate of the network.
 """
 
 from typing import Final

@@ -112,8 +112,8 @@ class FrameEncoder(Protocol):
         """Encode frames, and return the encoded parts.
 
         Raises:
-            ValueError: The frames have an invalid shape or dtype, or their size differs from
-                earlier frames of the stream.
+            ValueError: The frames have an invalid shape or dtype, or their size differs from that
+                of earlier frames of the stream.
         """
         ...
 

@@ -25,7 +25,7 @@ from vllm_omni.entrypoints.realtime.encoding.frames import EncodedPart, FrameSta
 H264Implementation = Literal["h264_nvenc", "libx264"]
 
 MAX_BITRATE: Final = 8_000_000
-"""Target bitrate in bits per second of a stream whose client keeps up."""
+"""Target bitrate in bits per second as long as the client keeps up with the stream."""
 MIN_BITRATE: Final = 150_000
 """Lowest target bitrate in bits per second."""
 
@@ -38,7 +38,7 @@ _OPTIONS: Final[dict[H264Implementation, dict[str, str]]] = {
         "tune": "zerolatency",  # no B-frames and no look-ahead, which would delay frames
         "profile": "baseline",
         "forced-idr": "1",
-        "sc_threshold": "0",  # a scene cut must not make a key frame, which is large
+        "sc_threshold": "0",  # no key frames at scene cuts, because key frames are large
         "g": _NO_PERIODIC_KEY_FRAMES,
         "qmin": "16",  # visually lossless; a calm scene then uses less than the target
         # sliced threads, because frame threads would delay frames; each slice costs some bits
@@ -136,7 +136,7 @@ class H264Encoder:
         if height % 2 or width % 2:
             frame_HWC = np.pad(frame_HWC, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
         image = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame_HWC), format="rgb24")
-        # Times must increase, although they restart when the session restarts.
+        # The encoder requires increasing times, but the stamps restart when the session restarts.
         self._last_us = stamp.time_us if stamp.time_us > self._last_us else self._last_us + 1
         image.pts, image.time_base = self._last_us, _TIME_BASE
         if self._needs_key:

@@ -6,7 +6,7 @@ used. `doctor` and `/omni/ready` report the chosen implementation and the reason
 faster one.
 
 NVENC has not been tested on a GPU, because data-centre GPUs such as H100 and H200 have no NVENC.
-The code that selects NVENC is tested with a substitute. nvJPEG was measured on an H200.
+The code that selects NVENC is tested with a substitute for NVENC. nvJPEG was measured on an H200.
 """
 
 import functools

@@ -54,7 +54,7 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 class _KeyedState(msgspec.Struct, kw_only=True, tag="keyed"):
-    """Controls of a stream, which move to another server together with the session."""
+    """Stream controls that move to another server together with the session."""
 
     timed: PromptSchedule
     """Prompts with the times at which they take effect."""
@@ -204,7 +204,7 @@ class _Client(LiveClient):
             self._image = await self.manager.off_loop(
                 load_image, init.first_frame, *size, self.limits
             )
-        self._granted = init.granted  # a refusal contains the fields of the extensions
+        self._granted = init.granted  # set before a refusal, whose fields depend on the extensions
         if continues:
             assert init.session_id is not None
             session, state = self.take_stream(init.session_id, _KeyedState)
@@ -364,7 +364,7 @@ class _Client(LiveClient):
         return messages
 
     def _stats(self, report: ChunkReport) -> bytes:
-        """Return the message `chunk_stats`. All its numbers are non-negative integers, and times
+        """Return the `chunk_stats` message. All its numbers are non-negative integers, and times
         are rounded to milliseconds.
 
         The write time excludes the last frame message of the chunk because it is sent in the same
@@ -402,8 +402,8 @@ class _Client(LiveClient):
         await self.connection.close(WebSocketCloseCode.NORMAL, "generation complete")
 
     async def send_error(self, error: EndpointError) -> None:
-        # The close frame states the reason, and these clients would show an error message
-        # permanently.
+        # Send no error message, because the close frame states the reason and these clients would
+        # show the message permanently.
         if error.close is WebSocketCloseCode.IDLE:
             return
         if error.code == "moved":

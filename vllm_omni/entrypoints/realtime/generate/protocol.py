@@ -57,7 +57,7 @@ BUSY: Final = "another realtime session is already active"
 _MAX_TRANSITIONS: Final = 512
 _NOT_OFFERED: Final = ("enhance_prompt", "enable_frame_interpolation", "enable_upscaling")
 """Options of SGLang that change the frames. A request with such an option is refused because the
-client would receive other frames than it expects.
+client would not receive the frames that it expects.
 """
 _U32: Final = (1 << 32) - 1
 _SIZE: Final = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})", re.ASCII)
@@ -89,8 +89,8 @@ class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
     first_frame: Any = None
     """Start image: PNG, JPEG, WebP or GIF bytes, or a `data:` URL."""
     images: NamedSources = {}
-    """Extension. Named images, for models that take them. Each image has one of the forms of
-    `first_frame`.
+    """Extension. Named images, for models that take them. Each image takes one of the forms that
+    `first_frame` accepts.
     """
     size: str | None = None
     """Size of the frames, for example `"832x480"`. Default: the size set by the deployment."""
@@ -101,7 +101,7 @@ class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
     max_chunks: Annotated[int, msgspec.Meta(ge=1, le=_U32)] | None = None
     """Maximum number of chunks. Default: the number is not limited."""
     seed: RequestedSeed = 42
-    """Seed of the noise. Default: 42."""
+    """Noise seed. Default: 42."""
     num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
     """This field is accepted for compatibility and ignored."""
     guidance_scale: Number | None = None
@@ -137,9 +137,9 @@ class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
     lora: Loras | None = None
     """LoRA adapters to apply, as `[{"name", "scale"}]`."""
     session_id: SessionId | None = None
-    """Extension `moves`. Id of a session that has been moved to this server and shall continue. The
-    other keys must be the same as at the start of the session, except that images may be absent.
-    Default: a new session is started.
+    """Extension `moves`. Id of a session that has been moved to this server, to continue that
+    session. The other keys must be the same as at the start of the session, except that images may
+    be absent. Default: a new session is started.
     """
     start_pose: StartPose | None = None
     """Extension. World pose of the start image."""
@@ -247,7 +247,7 @@ class PingMessage(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["ping"]
     """Type of the message."""
     t: float | None = None
-    """Time of the client, which the server returns in `pong`."""
+    """The client's timestamp, which the server returns in `pong`."""
 
 
 class KeyFrameMessage(msgspec.Struct, frozen=True, kw_only=True):

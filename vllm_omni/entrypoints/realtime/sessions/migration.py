@@ -83,8 +83,8 @@ class SessionMigration:
         if persistent_dir is None:
             return
         persistent_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # A periodic snapshot belongs to its process while that process lives. Other servers that
-        # use the directory check the lock of the process there.
+        # A periodic snapshot belongs to its process for as long as the process lives, so the lock
+        # of the process must be in the directory, where other servers check it.
         self._persistent_staging = (
             staging if snapshot_period_s is None else StagingDirectory(persistent_dir)
         )
@@ -137,7 +137,7 @@ class SessionMigration:
         )
 
     async def _repeated(self, session: Session, save: Callable[[], Awaitable[T]]) -> T:
-        """Save a session, and repeat this if one of its chunks has finished in the meantime."""
+        """Save a session, and retry if one of its chunks has finished in the meantime."""
         with session.keep_alive():
             for attempt in range(_ATTEMPTS):
                 if not session.started:

@@ -91,7 +91,7 @@ class PauseSlot:
     """Allows at most one pause of a session at a time.
 
     Args:
-        turn: Lock that is held by the running request, and during a pause.
+        turn: Lock that is held while a request is running and during a pause.
     """
 
     def __init__(self, turn: asyncio.Lock) -> None:

@@ -55,8 +55,8 @@ class PeriodicSnapshots:
     Args:
         manager: Sessions of this process.
         persistent_dir: Directory of the snapshots.
-        write: Saves a session to a new file. Returns the header, and the time in seconds that the
-            engine spent on it.
+        write: Function that saves a session to a new file, and returns the header and the time in
+            seconds that the engine spent on the snapshot.
         period_s: Seconds between two snapshots of a session.
     """
 
@@ -118,7 +118,7 @@ class PeriodicSnapshots:
         self._rename(session.engine_id, WITHHELD_SUFFIX)
 
     def release(self, engine_id: str) -> None:
-        """Undo `withhold` after a session has not been moved."""
+        """Undo `withhold` if the session was not moved after all."""
         self._withheld.discard(engine_id)
         self._rename(engine_id, SUFFIX)
 
@@ -144,8 +144,8 @@ class PeriodicSnapshots:
             await asyncio.sleep(cost_s / _SHARE)
 
     def _due(self) -> Session | None:
-        """Return the session to save next, which is the due session with the oldest snapshot, or
-        None.
+        """Return the session to save next, or None if no session needs a snapshot now. Sessions
+        that have never been saved come first, followed by those with the oldest last attempt.
         """
         now_s, due = time.monotonic(), []
         for session in self._manager.sessions():
@@ -179,7 +179,7 @@ class PeriodicSnapshots:
         except (EndpointError, OSError) as error:
             self._note_trouble(session, error)
             return 0.0
-        # The session has ended or is being moved, or draining saves it.
+        # Discard the snapshot if the session has ended or is being moved, or if draining saves it.
         if (
             session.engine_id != engine_id
             or engine_id in self._withheld

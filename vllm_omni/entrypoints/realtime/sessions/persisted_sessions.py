@@ -3,11 +3,12 @@
 
 The directory contains three kinds of files. `<digest>.session.safetensors` is a session that a
 server saved at shutdown. `<digest>.<owner>.session.safetensors` is a periodic snapshot that belongs
-to the process `owner` as long as it is alive. `<digest>.<owner>.withheld` is the last snapshot of a
-session that was being moved to another server. A withheld snapshot is never restored automatically
-because the session may be live on the other server. If that server was killed, an operator may
-restore the snapshot. The digest is computed from the session's key. Files are renamed into place,
-so they are always complete. This module does not depend on sessions or the engine.
+to the process `owner` while that process is alive. `<digest>.<owner>.withheld` is the last snapshot
+of a session that was being moved to another server. A withheld snapshot is never restored
+automatically because the session may be live on the other server. If that other server was killed,
+an operator may restore the snapshot. The digest is computed from the session's key. Files are
+renamed into place, so they are always complete. This module does not depend on sessions or the
+engine.
 """
 
 import contextlib

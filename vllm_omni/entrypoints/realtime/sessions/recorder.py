@@ -2,8 +2,8 @@
 """`SessionRecorder`: records every session that starts on this server, for later replay.
 
 The file format is defined in `vllm_omni/session_files/recording.py`. A single thread computes
-digests and writes files in order while the engine works. If the thread falls behind, chunks wait
-for it. A session that was restored from a snapshot is not recorded. The recording of a branch
+digests and writes files in order while the engine keeps running. If the thread falls behind, chunks
+wait for it. A session that was restored from a snapshot is not recorded. The recording of a branch
 starts with a copy of its parent's recording.
 """
 

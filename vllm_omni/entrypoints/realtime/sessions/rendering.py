@@ -29,7 +29,7 @@ async def render_replies(
     Args:
         replies: Options that determine how the chunk is encoded.
         chunk: Finished chunk to encode.
-        off_loop: Runs a function on a worker thread.
+        off_loop: Function that runs another function on a worker thread.
         store: Function that stores one reply. The last reply is stored after the trace of the chunk
             has ended.
     """

@@ -106,7 +106,7 @@ class SessionStart:
     images: Mapping[str, Any] = field(default_factory=dict)
     """Named images (`ActionSpace.images`). Each image is a file, a `data:` URL or an array."""
     seed: int | None = None
-    """Seed of the noise. The value -1 selects a random seed. Default: the model's default seed."""
+    """Noise seed. The value -1 selects a random seed. Default: the model's default seed."""
     height: int | None = None
     """Height of the frames in pixels. Default: the server's height."""
     width: int | None = None
@@ -164,7 +164,7 @@ class SessionJob:
     chunk_index: int | None = None
     """Index that the session's next chunk must have. Default: any index is accepted."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of the model, which apply to every chunk."""
+    """Model options, which apply to every chunk."""
     output: Output = "rgb"
     """Kind of results to generate, which must be the same for all requests of a session. Default:
     `rgb` frames.
@@ -226,7 +226,7 @@ class ChunksInFlight(deque[asyncio.Task[ChunkResult]]):
 
 @dataclass
 class HeldBytes:
-    """Counter of the total size of the retained replies of several runs."""
+    """Counter for the total size of the replies that several runs retain."""
 
     total: int = 0
     """Total size of the replies in bytes."""

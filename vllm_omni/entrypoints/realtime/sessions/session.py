@@ -7,10 +7,10 @@ submits a `SessionJob` to a `Session`, follows the returned `SessionRun`, and de
 `session_manager.py` contains the table of sessions.
 
 Invariants:
-- At most one request of a session runs, and at most one more waits.
+- At most one request of a session is running, and at most one more is waiting.
 - At most `chunks_in_flight` chunks of a session are in the engine.
 - A restarted session gets a new engine id, so late results of the old session never reach it.
-- A session is in the manager's table exactly as long as it has engine state or a request.
+- A session stays in the manager's table for exactly as long as it has engine state or a request.
 """
 
 import asyncio
@@ -380,7 +380,7 @@ class Session:
                 fill()  # the engine works while this chunk is rendered and sent
                 await self._render(run, chunk)
                 most_unsent = 0 if self._manager.is_over_budget else unsent_chunks
-                if run.num_unsent_chunks > most_unsent:  # otherwise without tasks
+                if run.num_unsent_chunks > most_unsent:  # otherwise, create no tasks for the wait
                     await drain.unless_draining(
                         run.wait_for_reader(most_unsent), self._pauses.requested.wait()
                     )
@@ -410,8 +410,8 @@ class Session:
         images.
 
         Returns:
-            `(images, warnings)`. The images are input tensors of a request, and there are none
-            unless the session starts with this run.
+            `(images, warnings)`. `images` contains the start images as input tensors of a request,
+            and is empty unless the session starts with this run.
         """
         job, start, info = run.job, run.job.start, self._manager.info
         if start.restart and self.started and not run.completed:
@@ -499,9 +499,9 @@ class Session:
         is_start = not self.started and span.number == 0
         if is_start:
             arrays |= start_images
-        # After an abort, only the engine has the current position. A new request then accepts any
-        # position. A resumed request, or a request that names its chunk, requires the position of
-        # that chunk.
+        # After an abort, only the engine has the current position of the session. In that case, a
+        # new request accepts any position, but a resumed request or a request that names its chunk
+        # requires the position of that chunk.
         insists = self.in_step or run.attempt > 1 or job.chunk_index is not None
         due = self._due(run, span) if self._manager.info.by_deadline else None
         params = DiffusionParams(
@@ -635,8 +635,7 @@ class Session:
     async def _abort(
         self, run: SessionRun, in_flight: ChunksInFlight, refused: bool = False
     ) -> None:
-        """Process the finished chunks of a run, cancel its other chunks, and update whether the
-        position is certain.
+        """Process the finished chunks of a run, cancel its other chunks, and update `in_step`.
 
         Args:
             run: Run that ends.

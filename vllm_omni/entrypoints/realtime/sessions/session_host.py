@@ -36,7 +36,7 @@ class SessionHost(Protocol[S]):
     drain: SessionDrain[S]
     """State of the graceful shutdown."""
     held: HeldBytes
-    """Counter of the total size of the replies that all sessions retain."""
+    """Counter for the total size of the replies that all sessions retain."""
     implementations: Callable[[], Implementations]
     """Function that returns the implementations of the codecs."""
 

@@ -43,8 +43,8 @@ T = TypeVar("T")
 _REMEMBERED_EVICTIONS: Final = 4096
 _REMEMBERED_MOVES: Final = 4096
 _OWN_ERRORS_S: Final = 0.5
-"""Time in seconds that requests in flight have to fail with their own ids before the connection is
-closed.
+"""Time in seconds that requests in flight have to report errors with their own request ids before
+the connection is closed.
 """
 _FAREWELL_S: Final = 1.5
 
@@ -59,8 +59,8 @@ class FollowsSession(Protocol):
         ...
 
     async def session_moved(self, session: Session) -> None:
-        """Notify the client on which server a session continues, unless the reply that ends its
-        request contains this.
+        """Notify the client of the server on which a session continues, unless the last reply to
+        the session's request already names this server.
         """
         ...
 
@@ -77,7 +77,7 @@ class SessionManager:
         info: Stream metadata of the served model.
         limits: Limits of connections and sessions.
         executor: Threads that decode images and encode frames.
-        origins: Allowed browser origins, as for `ConnectionGuard`.
+        origins: Allowed browser origins, in the form that `ConnectionGuard` accepts.
         quotas: Quotas of the clients. Default: no client has a quota.
     """
 
@@ -116,7 +116,7 @@ class SessionManager:
         self.server_name: str | None = None
         """Value of `omni.server_name`, which is the prefix of new session ids."""
         self.held = HeldBytes()
-        """Counter of the total size of the undelivered and retained replies of all sessions."""
+        """Counter for the total size of the undelivered and retained replies of all sessions."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -192,11 +192,11 @@ class SessionManager:
     def open(
         self, key: SessionKey, client: str | None = None, endpoint: str = "realtime"
     ) -> Session:
-        """Return the session with a key, and create it if it does not exist.
+        """Return the session with the given key, and create it if it does not exist.
 
         Args:
             key: Principal and session id.
-            client: Client whose limit `sessions_per_client` the session counts against. Default:
+            client: Client against whose `sessions_per_client` limit the session counts. Default:
                 the principal.
             endpoint: Name of the endpoint in metrics.
 
@@ -235,7 +235,7 @@ class SessionManager:
                 retry_after_ms=1000,
             )
 
-    # -- bytes -------------------------------------------------------------------------------------
+    # -- memory of the replies ---------------------------------------------------------------------
 
     @property
     def held_bytes(self) -> int:
@@ -255,7 +255,7 @@ class SessionManager:
                 return
             session.delivery_log.drop_delivered(0)
 
-    # -- room --------------------------------------------------------------------------------------
+    # -- capacity ----------------------------------------------------------------------------------
 
     @property
     def has_room(self) -> bool:
@@ -347,7 +347,7 @@ class SessionManager:
     async def wait_for_closed_sessions(self) -> None:
         """Wait until the engine has freed all closed sessions.
 
-        The wait is needed because a new session may require the memory of the closed sessions.
+        Waiting is necessary because a new session may require the memory of the closed sessions.
         """
         if self._closing:
             await asyncio.wait(set(self._closing))
@@ -377,7 +377,7 @@ class SessionManager:
         info = self.info
         return DeliveryWindow(self.limits.slow_reader_timeout_s, fps or info.target_fps or info.fps)
 
-    # -- work --------------------------------------------------------------------------------------
+    # -- tasks and threads -------------------------------------------------------------------------
 
     def spawn(
         self, work: Coroutine[Any, Any, T], context: contextvars.Context | None = None

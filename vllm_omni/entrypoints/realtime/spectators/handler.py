@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The WebSocket `/omni/watch`, which receives a token and sends the H.264 frames of the token's
+"""The `/omni/watch` WebSocket, which receives a token and sends the H.264 frames of the token's
 session.
 """
 

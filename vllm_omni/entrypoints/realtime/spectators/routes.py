@@ -36,7 +36,7 @@ _MAX_LIFETIME_S: Final = 86_400
 
 
 class SpectatorReply(BaseModel):
-    """Reply that contains a token for spectators."""
+    """Response body that contains a token for spectators."""
 
     object: str = "spectator_token"
     """Type of the object."""
@@ -82,7 +82,7 @@ class SpectatorRoutes:
             self.serve(server.sessions)
 
     def serve(self, manager: SessionManager) -> None:
-        """Serve the sessions of a manager."""
+        """Start to serve spectators of the given manager's sessions."""
         self._manager = manager
         self._watch = RealtimeEndpoint(manager, partial(WatchClient, tokens=self._tokens))
 

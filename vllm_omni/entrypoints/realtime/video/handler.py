@@ -72,7 +72,7 @@ class _Media:
     """A chunk to send, which consists of a metadata message and the media bytes that follow it."""
 
     metadata: dict[str, Any]
-    """Content of the message `video.chunk_metadata`."""
+    """Content of the `video.chunk_metadata` message."""
     data: bytes | memoryview
     """MP4 fragment with the frames of the chunk."""
     is_response: bool
@@ -103,7 +103,7 @@ class _FragmentRenderer:
 def chunk_metadata(
     chunk: FinishedChunk, request_id: str, stamps: Sequence[FrameStamp], num_bytes: int
 ) -> dict[str, Any]:
-    """Return the message `video.chunk_metadata` of a chunk.
+    """Return the content of a chunk's `video.chunk_metadata` message.
 
     Args:
         chunk: The chunk.
@@ -132,11 +132,11 @@ def chunk_metadata(
 
 
 class SessionFrame(msgspec.Struct):
-    """Coordinate system of a session, whose world poses may be known.
+    """Coordinate system of a session. The position of the session in the world may be unknown.
 
     Camera commands are relative to the start image. If a session starts with poses from its client,
-    the model receives poses in the client's coordinates. If it starts with actions and its world
-    pose is known, the model receives poses in the world's coordinates, scaled to pose units.
+    the model receives poses in the client's coordinates. If a session starts with actions and its
+    world pose is known, the model receives poses in the world's coordinates, scaled to pose units.
     """
 
     unit_m: float
@@ -181,7 +181,7 @@ class SessionFrame(msgspec.Struct):
 
 
 class CommandedState(msgspec.Struct, kw_only=True, tag="commanded"):
-    """Controls of a stream, which move to another server together with the session."""
+    """Stream controls that move to another server together with the session."""
 
     timed: PromptSchedule
     """Prompts with the times at which they take effect."""
@@ -310,8 +310,8 @@ class CommandedSource(LiveChunks):
             self.steered.uses_poses = True
 
     def _sample_actions(self, num_latents: int) -> tuple[list[ActionEntry], CommandProgress]:
-        """Return the actions for each latent frame, and the progress of the events that sent
-        them.
+        """Return the actions for each latent frame, and the ids of the events that start, remain
+        active or end in the chunk.
         """
         sample = self.steered.track.sample(num_latents)
         started, active = (
@@ -587,7 +587,7 @@ class VideoClient(LiveClient):
             self._event_ids.popitem(last=False)
         reply = {"type": "session.interaction.queued", "request_id": self._request_id}
         await self._send({**reply, "event_id": interaction.event_id})
-        # This follows the receipt, because clients expect `queued` before any effect.
+        # The receipt has already been sent, because clients expect `queued` before any effect.
         self.source.take_interaction(interaction)
 
     async def _stop(self) -> None:

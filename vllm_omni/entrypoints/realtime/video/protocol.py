@@ -34,7 +34,8 @@ from vllm_omni.worlds.start_pose import StartPose
 FORMAT: Final = "m4s"
 MAX_CONTROL_BYTES: Final = 128 * 1024
 
-_LARGEST: Final = 1e6  # as for camera paths: a larger float32 position has no useful precision
+# Same limit as for camera paths, because larger float32 positions have no useful precision.
+_LARGEST: Final = 1e6
 _MAX_TRANSITION_CHUNKS: Final = 10_000
 
 Pixels = Annotated[int, msgspec.Meta(ge=8, le=8192)]
@@ -68,9 +69,9 @@ class ExtraParams(msgspec.Struct, frozen=True, kw_only=True):
     `session.moved`. Default: False.
     """
     session_id: SessionId | None = None
-    """Extension. Id of a session that has been moved to this server and shall continue. The other
-    keys must be the same as at the start of the session, except that images may be absent. Default:
-    a new session is started.
+    """Extension. Id of a session that has been moved to this server, to continue that session. The
+    other keys must be the same as at the start of the session, except that images may be absent.
+    Default: a new session is started.
     """
     pace_to_media_time: bool = False
     """Whether to send each chunk no earlier than it is due for playback. Default: False."""
@@ -103,7 +104,7 @@ class StartMessage(msgspec.Struct, frozen=True, kw_only=True):
     of k later chunks. Default: the stream continues until `session.stop`.
     """
     seed: RequestedSeed | None = None
-    """Seed of the noise. Default: the server draws a random seed."""
+    """Noise seed. Default: the server draws a random seed."""
     image_reference: ImageReference | None = None
     """Start image."""
     images: Annotated[dict[str, ImageReference], msgspec.Meta(max_length=MAX_IMAGES)] = {}

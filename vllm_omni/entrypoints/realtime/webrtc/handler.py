@@ -53,7 +53,7 @@ class ChunkUnits:
     """The access units of one chunk."""
 
     metadata: dict[str, Any]
-    """Content of the message `video.chunk_metadata`."""
+    """Content of the `video.chunk_metadata` message."""
     units: list[EncodedPart]
     """Access units of the chunk, one per frame."""
     ready_s: float

@@ -36,8 +36,8 @@ class WebRtcOptions(msgspec.Struct, frozen=True, kw_only=True):
         """Parse and return the STUN and TURN servers.
 
         Raises:
-            ValueError: An entry does not have one of these forms. The error message does not
-                contain the password.
+            ValueError: An entry has neither the form of a STUN server nor that of a TURN server.
+                The error message does not contain the password.
         """
         return [_server(entry.strip()) for entry in self.ice_servers.split(",") if entry.strip()]
 

@@ -4,8 +4,8 @@ recent controls.
 
 On the world camera's WebSocket, the client itself requests each chunk. With WebRTC, the server
 requests chunks by the same rule as the web page (`webui/static/js/pacer.js`): a chunk is requested
-when the buffered video is only as long as the usual time for a chunk, plus three mean deviations,
-plus a margin.
+when the playback time of the buffered video has fallen to the usual waiting time for a chunk, plus
+three mean deviations, plus a margin.
 """
 
 import asyncio
@@ -18,7 +18,9 @@ from typing import Final
 _KEPT: Final = 8
 _SPREAD: Final = 3
 _OUTLIER: Final = 2.5
-"""Factor of the median above which the longest waiting time is ignored as an outlier."""
+"""Multiple of the median waiting time above which the longest waiting time is ignored as an
+outlier.
+"""
 _MARGIN_S: Final = 0.02
 
 

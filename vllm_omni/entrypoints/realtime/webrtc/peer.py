@@ -118,7 +118,7 @@ class PacketTrack(MediaStreamTrack):
             raise MediaStreamError
         self._units.popleft()
         self._notify()
-        if time_us + self._offset_us <= self._last_us:  # the session has started again
+        if time_us + self._offset_us <= self._last_us:  # the session has restarted
             self._offset_us = self._last_us + 1 - time_us
         self._last_us = time_us + self._offset_us
         packet = av.Packet(bytes(unit.data))
@@ -132,7 +132,8 @@ class PacketTrack(MediaStreamTrack):
             if now_s <= due_s < now_s + 1.0:
                 await asyncio.sleep(due_s - now_s)
                 return
-        self._start = (now_s, time_us)  # first frame, late, or the session has started again
+        # This is the first frame, the frame is late, or the session has restarted.
+        self._start = (now_s, time_us)
 
     def stop(self) -> None:
         super().stop()
@@ -223,8 +224,8 @@ class Peer:
             await self.close()
 
     async def wait_until_closed(self) -> None:
-        """Wait a moment for the client to close the connection, so that it can receive the last
-        messages.
+        """Wait briefly for the client to close the connection, so that the client can receive the
+        last messages.
         """
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), _LAST_WORDS_S)

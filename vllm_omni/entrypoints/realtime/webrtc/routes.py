@@ -55,7 +55,9 @@ class WebRtcRoutes:
 
     def add_routes(self, app: FastAPI) -> Iterable[str]:
         self._options = read_struct(WebRtcOptions)
-        self._options.servers()  # invalid settings must fail at startup and not at the first client
+        # Parse the servers now, so that invalid settings fail at startup and not when a client
+        # connects.
+        self._options.servers()
         errors: dict[int | str, dict[str, Any]] = {
             "4XX": {"model": ErrorReply, "description": "The offer was refused."},
             "5XX": {"model": ErrorReply, "description": "The server failed."},
@@ -89,7 +91,7 @@ class WebRtcRoutes:
             self.serve(server.sessions)
 
     def serve(self, manager: SessionManager) -> None:
-        """Serve the sessions of a manager."""
+        """Start to serve WebRTC clients, whose sessions belong to the given manager."""
         self._manager = manager
 
     @respond_to_errors

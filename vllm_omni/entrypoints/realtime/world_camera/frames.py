@@ -96,7 +96,7 @@ class FrameRenderer:
         if self.with_mp4 and self.codec != "h264":
             video["mp4"] = self._mp4(frames)
         elif self.with_mp4 and stamp.frame == chunk.first_frame + chunk_frames - 1:
-            # one file for the whole chunk, because a frame alone makes a poor one
+            # Add one file for the whole chunk, because a file with a single frame is of little use.
             video["mp4"] = self._mp4(chunk.stamped_frames(self.fps))
         mux_ms = (time.perf_counter() - started_s) * 1e3
         message: dict[str, Any] = {

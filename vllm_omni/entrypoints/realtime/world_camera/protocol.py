@@ -2,7 +2,7 @@
 """Typed messages of `/v1/realtime/world/camera`: the requests of clients and the replies of the
 server.
 
-A message is a map with the key `endpoint` (default `infer`). Unknown keys are ignored because other
+A message is a map with an `endpoint` key (default `infer`). Unknown keys are ignored because other
 clients of this protocol send additional keys. If a known key has a wrong type or value, the message
 is refused with an error that names the key. Fields with arrays have the type `Any` here;
 `../controls/camera.py` and `../connection/images.py` check them.
@@ -34,7 +34,7 @@ Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Generation settings of one `infer`."""
+    """Generation settings of one `infer` request."""
 
     height: Annotated[int, msgspec.Meta(ge=8, le=8192)] | None = None
     """Height of the frames in pixels, 8 to 8192. Default: the server's height."""
@@ -45,7 +45,7 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
     fps: Annotated[float, msgspec.Meta(ge=1, le=240)] | None = None
     """Playback rate in frames per second, 1 to 240. Default: the model's frame rate."""
     seed: RequestedSeed | None = None
-    """Seed of the noise. Default: the server draws a random seed."""
+    """Noise seed. Default: the server draws a random seed."""
     frames_per_chunk: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
     """Number of frames in one reply. Default: a whole chunk, except 4 for `ndarray_f32` and 1 for
     `h264`.
@@ -94,7 +94,7 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
     removes all adapters. Default: the adapters do not change.
     """
     options: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Options of the model, as JSON types. The model validates them."""
+    """Model options, whose values are JSON types. The model validates the options."""
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
@@ -117,7 +117,7 @@ class ClientMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Keys that every message may contain."""
 
     endpoint: ClassVar[str]
-    """Value of the key `endpoint` that selects this message type."""
+    """Value of the `endpoint` key that selects this message type."""
 
     session_id: SessionId | None = None
     """Session of the message. Default: the connection's own session."""
@@ -280,7 +280,7 @@ _MESSAGES: Final[dict[str, type[ClientMessage]]] = {
 
 
 def parse(value: Any, limits: EndpointLimits) -> ClientMessage:
-    """Convert a decoded message to its type.
+    """Convert a decoded message to the struct of its message type.
 
     Raises:
         EndpointError: `invalid_request`, `unknown_endpoint`, `prompt_too_long` or

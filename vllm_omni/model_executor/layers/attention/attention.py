@@ -33,7 +33,9 @@ def _flash_attention(*versions: int) -> Callable[..., torch.Tensor] | None:
 
 
 def _lacks_flash_attention(version: int) -> Lack:
-    """Return whether vLLM lacks this version of FlashAttention for the current CUDA device."""
+    """Return the reason why vLLM cannot run this version of FlashAttention on the current CUDA
+    device, or a falsy `Lack` if it can.
+    """
     try:
         from vllm.vllm_flash_attn.flash_attn_interface import fa_version_unsupported_reason
     except ImportError as error:
@@ -58,7 +60,7 @@ def cudnn_cross_attention(device: torch.device, dtype: torch.dtype) -> FastPath:
     return lack.of("cudnn_cross_attention", "the attention of other layers")
 
 
-@cache  # unbounded, because captured CUDA graphs read these tensors for as long as they exist
+@cache  # unbounded, because captured CUDA graphs keep reading these tensors
 def _cu_seqlens(length: int, device: torch.device) -> torch.Tensor:
     return torch.tensor([0, length], dtype=torch.int32, device=device)
 
@@ -106,12 +108,12 @@ def attention(
 
 
 def cross_attention(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor) -> torch.Tensor:
-    """Return the `attention` of many queries to the few keys of a prompt.
+    """Return `attention` for many queries over the few keys of a prompt.
 
     Hopper GPUs use cuDNN, because it is faster than FlashAttention 3 for so few keys. cuDNN builds
-    an execution plan for each new size. The cost of building plans is small, because few different
-    prompt sizes occur. vLLM disables cuDNN in torch's automatic choice of kernels, so this function
-    calls it explicitly.
+    an execution plan for each new size. Building plans costs little in total, because prompts have
+    few different sizes. vLLM disables cuDNN in torch's automatic choice of kernels, so this
+    function calls it explicitly.
     """
     if cudnn_cross_attention(q_TNH.device, q_TNH.dtype).is_on:
         q, k, v = _batch_of_one(q_TNH, k_SNH, v_SNH)
@@ -134,7 +136,7 @@ def _is_half(q_TNH: torch.Tensor) -> bool:
 def _attention_to_first(
     q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor, key_range: torch.Tensor
 ) -> torch.Tensor:
-    """Return `attention` to the first `key_range[1]` keys, without a host synchronisation on
+    """Return `attention` over the first `key_range[1]` keys, without synchronising the host on
     CUDA.
     """
     if q_TNH.device.type == "cpu":
@@ -159,7 +161,7 @@ def _attention_to_first(
 
 
 def stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stack along a new first dimension. The result is a view if there is only one part."""
+    """Stack tensors along a new first dimension. The result is a view if there is only one part."""
     return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(list(parts))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention to FP8 keys and values with both matrix products in FP8 (e4m3), by cuDNN on Hopper.
+"""Attention over FP8 keys and values. On Hopper, cuDNN computes both matrix products in FP8 (e4m3).
 
 Queries and the result are also quantized to e4m3; softmax runs in fp32. cuDNN accepts one scale per
 tensor, but a K/V window has one per head. The per-head scales are therefore applied where this is
@@ -28,23 +28,26 @@ from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, dequan
 logger = logging.getLogger("vllm." + __name__)
 
 _QUERY_SCALE = 8.0
-"""Factor applied to the queries before they are quantized. Queries multiplied by the scales of
-their keys are around 1/4. With this factor, few of these products are subnormal in e4m3.
+"""Factor applied to the queries before they are quantized. After multiplication by the scales of
+the keys, queries have magnitudes of about 1/4. With this factor, few of them are subnormal in e4m3.
 """
 _PROBABILITY_SCALE = 256.0
-"""Factor for the attention probabilities, which are at most 1 before normalisation."""
+"""Factor applied to the attention probabilities before they are quantized. Before normalisation,
+they are at most 1.
+"""
 _RESULT_SCALE = 4.0
 """Factor applied to the result before it is quantized. The result is a mean of the scaled values,
 which are below 448 / 16 in the first chunk. With this factor, values of later chunks may be four
 times as large without exceeding the e4m3 maximum of 448.
 """
 _FEWEST_KEYS = 2
-"""Minimum ratio of keys to queries for which FP8 is used. With fewer keys, the bf16 product is
+"""Minimum ratio of keys to queries for which FP8 is used. At lower ratios, bf16 products are
 equally fast."""
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Maps queries [T, N, H], keys [S, N, H] and values [S, N, H] to the result [T, N, H]. All of these
-tensors are e4m3. The queries and the result are scaled."""
+tensors are e4m3. The caller divides the queries by `query_scales` and multiplies the result by
+`result_scales`."""
 
 
 def fp8_attention(
@@ -53,7 +56,7 @@ def fp8_attention(
     scales_2N: torch.Tensor,
     tokens_S: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Return attention to quantized keys and values, or None if FP8 is not faster.
+    """Return attention over quantized keys and values, or None if FP8 is not faster.
 
     Args:
         q_TNH: Queries, not quantized.
@@ -76,8 +79,8 @@ def fp8_attention(
 def fp8_product(
     num_queries: int, stored_2SNH: torch.Tensor, tokens_S: torch.Tensor | None = None
 ) -> Product | None:
-    """Return the FP8 product that `fp8_attention` uses for this number of queries, or None if it
-    uses none."""
+    """Return the FP8 product that `fp8_attention` uses for this number of queries, or None if
+    `fp8_attention` does not use FP8 for them."""
     _, keys, *head = stored_2SNH.shape
     keys = keys if tokens_S is None else len(tokens_S)
     if keys < _FEWEST_KEYS * num_queries or not cudnn_fp8_attention(stored_2SNH.device).is_on:

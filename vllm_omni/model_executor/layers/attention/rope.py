@@ -12,7 +12,7 @@ rounded once to fp32. There is no precomputed table, so frame indices are not li
 import torch
 
 THETA = 10000.0
-"""Value of theta in all networks of the Wan family."""
+"""Base of the rotation frequencies (theta) in all networks of the Wan family."""
 
 
 def axis_dims(head_dim: int) -> tuple[int, int, int]:
@@ -62,7 +62,7 @@ def rope_tables(
 
 
 def apply_rope(x_LNH: torch.Tensor, cos_LC: torch.Tensor, sin_LC: torch.Tensor) -> torch.Tensor:
-    """Rotate each interleaved pair of `x_LNH`, which may have more dimensions before L. The
+    """Rotate each interleaved pair of `x_LNH`, which may have additional dimensions before L. The
     computation and the result are fp32.
     """
     even, odd = x_LNH.float().unflatten(-1, (-1, 2)).unbind(-1)

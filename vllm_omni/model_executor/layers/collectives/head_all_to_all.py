@@ -104,7 +104,7 @@ def head_all_to_all(
 
 
 class HeadAllToAll:
-    """One all-to-all from this rank's tokens to the ranks that own their heads.
+    """One all-to-all that sends this rank's tokens to the ranks that own the heads.
 
     All bytes of a token are contiguous. In the received data, the tokens of consecutive ranks are
     adjacent.
@@ -138,8 +138,8 @@ class HeadAllToAll:
         raise NotImplementedError
 
     def send_buffer(self, part: int, rank: int) -> torch.Tensor:
-        """Return the buffer to write one part of the heads of `rank` to: [K, B, T_r, N_r, H] in the
-        dtype of the part.
+        """Return the send buffer for one part of the heads that `rank` owns: [K, B, T_r, N_r, H] in
+        the dtype of the part.
         """
         raise NotImplementedError
 

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HeadExchange`: self-attention to K/V windows, with the Ulysses all-to-all around it.
+"""`HeadExchange`: self-attention over K/V windows, with a Ulysses all-to-all before and after it.
 
-A rank computes queries, keys and values of all heads for its own tokens. The K/V windows of the
-rank hold all tokens of the rank's own heads. An all-to-all therefore reshards from tokens to heads
-before attention, and back after it.
+A rank computes queries, keys and values of all heads, but only for its own tokens. The rank's K/V
+windows hold all tokens, but only of the rank's own heads. An all-to-all therefore reshards from
+tokens to heads before attention, and back after it.
 
 If windows store FP8, `QuantizedExchange` quantizes keys and values before the all-to-all instead of
 after it, directly into the send buffer. If attention also multiplies in FP8,
 `QuantizedQueriesExchange` also quantizes the queries, and dequantizes the result after its
 all-to-all. Quantizing before the all-to-all halves the number of bytes sent and leaves windows and
-results bitwise equal. The scales of a head exist only on the rank that holds this head, so ranks
-gather them once per forward pass. The windows remain the only owner of the scales. The first chunk
-of a session uses the plain `HeadExchange`, because its keys and values determine the scales.
+results bitwise equal. Each rank stores only the scales of its own heads, so the ranks gather all
+scales once per forward pass. The gathered scales are copies; the windows remain the only owner of
+the scales. The first chunk of a session uses `HeadExchange` itself, because its keys and values
+determine the scales.
 """
 
 # B batch entries (one chunk of one session each), L layers, T_r tokens of this rank, T tokens of
@@ -43,8 +44,8 @@ from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, dequan
 def head_exchange(
     parallel: ParallelContext, items: Sequence[WindowItem], num_tokens: int
 ) -> "HeadExchange":
-    """Return the `HeadExchange` for one forward pass. The call is collective, and all ranks choose
-    the same class.
+    """Return the `HeadExchange` for one forward pass. The call is collective, and all ranks get an
+    instance of the same class.
 
     Args:
         parallel: Parallel layout of this rank.
@@ -84,7 +85,7 @@ class HeadExchange(WindowAttention):
         v_BTNH: torch.Tensor,
         write_only: bool,
     ) -> torch.Tensor | None:
-        """Write K/V of `layer` into the windows, then attend.
+        """Write the K/V of `layer` into the windows, then compute attention.
 
         Args:
             items: The chunks of the batch.
@@ -92,7 +93,7 @@ class HeadExchange(WindowAttention):
             q_BTNH: Queries of this rank's tokens, [B, T_r, N, H].
             k_BTNH: Keys, of the same shape as the queries.
             v_BTNH: Values, of the same shape as the queries.
-            write_only: Whether to return None after writing, without attending.
+            write_only: Whether to return None after writing, without computing attention.
 
         Returns:
             The attention output, [B, T_r, N, H], valid until the next call. None if `write_only`.

@@ -12,7 +12,7 @@ one of two ways:
 
 Pipeline stages split the layers; hidden states are sent between stages by the runner, not by this
 module. With a VAE stage (`omni.vae_stage`), the last rank of the pipeline holds no layers and
-decodes the latents of the other stages.
+decodes the latents that the other stages produce.
 
 `StageNetwork` is the base class of networks whose blocks are partitioned over stages and can move
 between them.
@@ -190,7 +190,7 @@ class ParallelContext:
 
     def token_slice(self, num_tokens: int) -> slice:
         """Return the slice of tokens that this rank processes outside attention. Without sequence
-        parallelism, these are all tokens.
+        parallelism, the slice covers all tokens.
         """
         if not self.sequence_parallel:
             return slice(0, num_tokens)
@@ -199,11 +199,11 @@ class ParallelContext:
         return slice(start, start + lengths[self.rank])
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over tensor-parallel ranks in place. Without tensor parallelism, `x` is returned
-        unchanged.
+        """Sum `x` over the tensor-parallel ranks in place. Without tensor parallelism, `x` is
+        returned unchanged.
 
-        Use the result before the next all-reduce of the same shape, because both use the same
-        memory in a CUDA graph.
+        Use the result before the next all-reduce of the same shape, because in a CUDA graph both
+        write to the same memory.
         """
         if self.tensor_size > 1:
             x = persistent_copy("reduced", x)
@@ -241,7 +241,7 @@ class ParallelContext:
         received_lengths: list[int],
         sent_lengths: list[int],
     ) -> None:
-        """All-to-all of slices along the first dimension.
+        """Exchange slices along the first dimension with all ranks.
 
         Args:
             received: Receive buffer. The buffer must have the same address in each call.
@@ -277,8 +277,8 @@ class ParallelContext:
 
 
 def _another_group(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Create a second `group` of the same `ranks`. Every rank of the world must make this call at
-    the same time, for its own group.
+    """Create a second `group` of the same `ranks`. The call is collective over all ranks of the
+    world; each rank passes its own group.
     """
     everybody: list[list[int]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everybody, list(ranks))
@@ -299,7 +299,7 @@ def split_evenly(total: int, parts: int) -> list[int]:
 
 @dataclass(frozen=True)
 class CheckpointSlot:
-    """The placement of one full checkpoint tensor on this rank."""
+    """Describes which part of a checkpoint tensor this rank holds, and which memory receives it."""
 
     shape: tuple[int, ...]
     """Shape of the full tensor."""
@@ -312,7 +312,7 @@ class CheckpointSlot:
     rank's part is copied."""
 
     def load(self, full: torch.Tensor) -> None:
-        """Copy this rank's part of the tensor.
+        """Copy this rank's part of `full` into `target`.
 
         Raises:
             ValueError: The shape of `full` is not `shape`.
@@ -341,7 +341,7 @@ def checkpoint_slots(model: nn.Module) -> dict[str, CheckpointSlot]:
     """Return a slot for every checkpoint tensor that `model` needs on this rank, by checkpoint
     name."""
     slots: dict[str, CheckpointSlot] = {}
-    spoken_for: str | None = None  # the children of a module directly follow it
+    spoken_for: str | None = None  # prefix of a module whose children follow it directly
     for prefix, module in model.named_modules():
         if spoken_for is not None and prefix.startswith(spoken_for):
             continue
@@ -380,7 +380,7 @@ class StageNetwork(nn.Module):
     graphs: ForwardGraphs | None = None
     """CUDA graphs of the network. None: CUDA graphs are disabled."""
 
-    # -- of each network ---------------------------------------------------------------------------
+    # -- implemented by each network ---------------------------------------------------------------
 
     @property
     def typed_weight(self) -> torch.Tensor:
@@ -388,12 +388,12 @@ class StageNetwork(nn.Module):
         raise NotImplementedError
 
     def empty_block(self, layer: int) -> nn.Module:
-        """Build an empty block by its index in the whole network, with torch's default dtype and
-        device.
+        """Build an empty block, given its index in the whole network, with torch's default dtype
+        and device.
         """
         raise NotImplementedError
 
-    # -- of all ------------------------------------------------------------------------------------
+    # -- shared by all networks --------------------------------------------------------------------
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PeerMemory`: memory through which GPUs of one machine write to each other instead of calling a
-collective.
+"""`PeerMemory`: buffers through which the GPUs of one machine write directly into each other's
+memory instead of calling a collective.
 
 `PeerMemory` uses torch's symmetric memory: each rank of a group has a buffer of the same size,
 mapped into all ranks, and barriers run on the device. A rank writes data directly to the location
 where another rank reads it. No data is packed, staged or unpacked, and the whole exchange can be
-part of a CUDA graph. Peer memory is faster than NCCL's all-to-all, even if the time for packing is
-not counted (docs/architecture/speed_log.md).
+part of a CUDA graph. Peer memory is faster than NCCL's all-to-all, even without counting the time
+for packing (docs/architecture/speed_log.md).
 
-The protocol is: write, call `barrier`, read. All ranks must have read a buffer before a rank writes
-to it again. A second `barrier` ensures this.
+The protocol is: write, call `barrier`, read. A second `barrier` ensures that all ranks have read a
+buffer before a rank writes to it again.
 """
 
 from typing import TYPE_CHECKING, Any, Final
@@ -37,7 +37,8 @@ class PeerMemory:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._handles: dict[str, Any] = {}
-        # Buffers that larger ones replaced. CUDA graphs may still write to them.
+        # Buffers that were replaced by larger ones, retained because CUDA graphs may still write to
+        # them.
         self._replaced: list[Any] = []
 
     @classmethod
@@ -55,8 +56,8 @@ class PeerMemory:
         dist.all_gather_object(devices, here, group=group.cpu_group)
         same_machine = all(in_the_same_node_as(group.cpu_group))
         others = [device for device in devices if device is not None and device != here]
-        # If each rank sees only its own device, all ranks number their device 0, and torch finds no
-        # peer access between them.
+        # If each rank sees only its own GPU, every rank numbers its GPU 0, and torch cannot detect
+        # peer access between the GPUs.
         named_apart = here is not None and len(others) == group.world_size - 1
         reaches = named_apart and all(
             torch.cuda.can_device_access_peer(here, device) for device in others

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`CudaPages`: device memory that is mapped into a reserved address range on demand.
 
-`CudaPages` uses the driver's virtual memory management through `cuda.bindings`, NVIDIA's package,
-which CUDA builds of torch require. vLLM's `cumem_allocator` (sleep mode) makes the same calls, but
+`CudaPages` uses the driver's virtual memory management through NVIDIA's package `cuda.bindings`, a
+dependency of torch's CUDA builds. vLLM's `cumem_allocator` (sleep mode) makes the same calls, but
 maps a whole range at once. torch's expandable segments can only grow at their end, whereas a K/V
 window grows in each of its rows.
 """
@@ -75,7 +75,7 @@ class CudaPages:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Describe the range to torch. The resulting tensor then owns this object."""
+        """Describe the range to torch. The tensor that torch creates keeps this object alive."""
         return {
             "shape": (self._nbytes,),
             "typestr": "|u1",
@@ -113,7 +113,7 @@ class CudaPages:
             handle = _call(driver.cuMemCreate(nbytes, properties, 0))
         try:
             _call(driver.cuMemMap(address, nbytes, 0, handle, 0))
-        finally:  # the mapping holds the memory from here on
+        finally:  # from here on, the mapping keeps the memory alive
             _call(driver.cuMemRelease(handle))
         access = driver.CUmemAccessDesc()
         access.location = properties.location

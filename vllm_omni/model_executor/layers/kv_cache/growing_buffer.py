@@ -34,16 +34,17 @@ class Pages(Protocol):
         """Allocate memory for runs of pages that have none.
 
         Raises:
-            torch.OutOfMemoryError: There is not enough memory. In this case nothing has been
-                allocated.
+            torch.OutOfMemoryError: There is not enough memory. No page has been allocated.
         """
 
     def free(self, runs: Sequence[range]) -> None:
-        """Free the memory of all allocated pages (`runs`); the address range remains reserved."""
+        """Free all allocated pages, which the caller passes as `runs`. The range remains
+        reserved.
+        """
 
 
 class HostPages:
-    """Memory of the operating system. New pages are zero.
+    """Host memory from the operating system. New pages are filled with zeros.
 
     Memory from `torch.empty` would also be allocated at the first write, but could not be freed
     page by page.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MemoryPool`: memory of closed requests and sessions that new requests and sessions of the same
-sizes reuse.
+"""`MemoryPool`: holds the memory of closed requests and sessions, so that new ones of the same
+sizes can reuse it.
 
-A CUDA graph reads and writes the tensors that were used for its capture. If a new session takes a
+A CUDA graph reads and writes the tensors with which it was captured. If a new session takes a
 pooled ring buffer, the graphs captured for that buffer serve the session from its first pass on.
 Memory is cleared when it is returned to the pool, because closing a session is less urgent than
 starting one.
@@ -49,12 +49,12 @@ class Ring:
     format: "KVFormat"
     """Storage format of the buffer, with its scales."""
     orders: dict[Hashable, torch.Tensor] = field(default_factory=dict)
-    """Cached token positions in the buffer, by the values that determine them. The positions live
-    as long as the buffer, so that CUDA graphs can read them.
+    """Cached token positions in the buffer, keyed by the values that determine them. The positions
+    live as long as the buffer, so that CUDA graphs can read them.
     """
     memory: GrowingBuffer | None = None
-    """Memory object of the buffer if the buffer grows with its session. None: the buffer is fully
-    allocated.
+    """The `GrowingBuffer` behind `buffer` if the memory grows with the session. None: `buffer` is
+    fully allocated.
     """
 
     @classmethod
@@ -65,7 +65,7 @@ class Ring:
         device: torch.device | str,
         num_tokens: int,
     ) -> Self:
-        """Create a ring buffer with memory for its first `num_tokens`."""
+        """Create a ring buffer with memory for its first `num_tokens` token slots."""
         memory = GrowingBuffer(shape, format.storage, torch.device(device), num_tokens)
         return cls(memory.tensor, format, memory=memory)
 
@@ -189,7 +189,8 @@ class MemoryPool(Generic[Pooled]):
 
     def return_memory(self, part: Pooled) -> None:
         """Clear `part` and return it to the pool. The caller must no longer use `part`."""
-        # The tensors were created in inference mode, but sessions close between forward passes.
+        # Only inference mode allows in-place changes to these tensors, because they were created in
+        # it. Sessions close outside inference mode.
         with torch.inference_mode():
             part.clear()
         self._pooled.append(part)

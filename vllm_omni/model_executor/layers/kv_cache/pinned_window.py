@@ -5,8 +5,8 @@ and the frames.
 Pinned tokens, for example of reference images, are visible to every chunk. The keys of frames are
 rotated by absolute positions, so the distance to the pinned keys would grow without bound, whereas
 the network was trained on short distances. To give frame f the position f - base, the pinned keys
-are rotated forward by the base, and the keys of the frames remain unchanged. The result is the
-same, because attention depends only on distances.
+are rotated forward by the base, and the keys of the frames remain unchanged. The result is the same
+as with rotated frames, because attention depends only on distances.
 
 The pinned keys of the first chunk are stored separately. The pinned part of the buffer is a copy
 that `place_pinned` computes from them, so an abandoned chunk needs no cleanup, and rounding errors

@@ -9,8 +9,8 @@ over the first chunk recomputes the scale. Later values beyond the range are cla
 maximum. The scale depends only on the values of this head in this session, so results do not change
 with the batch, the ranks or the order of chunks.
 
-A format also implements attention, because the fastest product of queries and stored keys depends
-on the storage format.
+A format also implements attention, because the fastest way to multiply queries by stored keys
+depends on the storage format.
 """
 
 # L layers, T tokens of a chunk, S stored tokens, N heads, H head dim
@@ -41,7 +41,9 @@ _HEADROOM = 16.0
 are clamped.
 """
 _TINIEST = 2.0**-10
-"""Scale of a head whose values are all zero."""
+"""Lower bound for the largest absolute value of a head, from which its scale is computed. The bound
+keeps the scale above zero for a head whose values are all zero.
+"""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class KVFormat:
         tokens: torch.Tensor | None = None,
         key_range: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return `attention` of queries to a part of the buffer. `tokens` has the same meaning as
+        """Return `attention` of queries over a part of the buffer. `tokens` has the same meaning as
         in `load`."""
         k_SNH, v_SNH = self.load(layer, stored_2SNH, tokens)
         return attention(q_TNH, k_SNH, v_SNH, key_range=key_range)
@@ -178,8 +180,8 @@ class KVFormat:
 class ScaledFP8(KVFormat):
     """Scaled e4m3 storage; see the module docstring.
 
-    Attention multiplies in FP8 where that is faster (`../attention/fp8_attention.py`). Otherwise, a
-    first pass dequantizes all keys and values that a chunk sees to `dtype`.
+    Attention multiplies in FP8 where that is faster (`../attention/fp8_attention.py`). Otherwise,
+    all keys and values that a chunk sees are first dequantized to `dtype`.
     """
 
     scales: torch.Tensor

@@ -8,13 +8,12 @@ Second, the scene changes until the current frames no longer resemble the sink f
 
 - Moving: a chunk sees sink frames as if they were directly before the oldest frame in its window.
   Keys are stored rotated for their original frame, so moving them is a further rotation of the
-  temporal channels. As long as the stream fits into its window, the rotation is zero and nothing
-  changes.
+  temporal channels. As long as the stream fits into its window, the rotation is zero.
 - Renewing: a frame that is about to leave the ring buffer may replace the sink frame that it
   resembles least, separately in each layer. The sink frame is replaced if the similarity of the two
   frames (mean over K and V of the cosine of token means) is below a threshold. No frame is ever
-  visible twice, sink frames that have not been written are not compared, and the decision is not
-  read back by the host.
+  visible twice, sink frames that have not been written are not compared, and the host does not wait
+  for the decision, because it stays on the device.
 
 The original sink frames are stored separately (`sinks`). The sink slots of the buffer are a copy
 that `open` computes for each chunk, so an abandoned chunk needs no cleanup. Renewals by uncommitted
@@ -72,7 +71,7 @@ class SinkWindow(KVWindow):
         forward pass of the chunk. Without sink frames, the call has no effect.
         """
         if frames.start < self.sink_frames:
-            if self._slot_order:  # by a later chunk; this one restarts
+            if self._slot_order:  # a later chunk wrote the sink slots; this one restarts
                 own = slice(0, frames.start * self.tokens_per_frame)
                 self.buffer[:, :, own].copy_(self.sinks[:, :, own])
                 self._slot_order = False
@@ -114,10 +113,10 @@ class SinkWindow(KVWindow):
         """Return the sums that compare every sink frame with the frame that is about to leave the
         window, or None if no frames are compared.
 
-        The leaving frame is the one that leaves after a chunk that ends at `end_frame`. The result
-        is [L, S, 2, 3]: for K and for V, the dot product of the two frames and the square of each
-        frame, summed over this rank's heads. Ranks that shard the heads sum their results before
-        `decide`.
+        The compared frame is the one that leaves the window after a chunk that ends at `end_frame`.
+        The result is [L, S, 2, 3]: for K and for V, the dot product of the two frames and the
+        square of each frame, summed over this rank's heads. Ranks that shard the heads sum their
+        results before `decide`.
         """
         leaving = end_frame - self.ring_frames
         if self.refresh_threshold is None or leaving < self.sink_frames:

@@ -7,21 +7,21 @@ the `window_frames - sink_frames` slots of a ring buffer. Frame f is in slot f i
 otherwise in slot sink + (f - sink) % (window - sink). Everything else follows from frame indices,
 so the only state is the number of committed frames:
 
-- A chunk writes into its own slots at every denoise step. The slots of a chunk held frames that
+- A chunk writes into its own slots at every denoise step. These slots previously held frames that
   neither this chunk nor a later chunk may see, so an abandoned chunk needs no cleanup.
 - `spare_frames` makes the ring buffer longer than the visible window by the number of frames that
-  chunks may write ahead of the oldest uncommitted chunk. The frames that the oldest uncommitted
-  chunk sees are then still present if it is run again.
+  chunks may write ahead of the oldest uncommitted chunk. If the oldest uncommitted chunk is run
+  again, all frames that it sees are therefore still present.
 - A chunk [a, b) sees slots [0, b) while b <= window, and all slots afterwards. Attention does not
   depend on the order of keys, because positions are encoded by rotating the keys. The ring buffer
   can therefore be read in place: nothing is copied, moved or masked. With spare frames, a full
-  window is copied into the order that it would have without them, so that results remain bitwise
-  equal.
+  window is copied into the order that it would have without spare frames, so that results are
+  bitwise the same.
 
-Each chunk sees exactly the keys that it would see in the original code, in which the buffer rolls
-to the left. For comparison, `chronological` (`testing/parity/rollouts.py`) rebuilds that buffer.
-`sink_frames == window_frames` means global attention: nothing is evicted, and a session that
-outgrows its buffer is refused.
+Each chunk sees exactly the keys that it would see in the original code, which shifts its buffer to
+the left instead of using a ring buffer. For comparison, `chronological`
+(`testing/parity/rollouts.py`) rebuilds that buffer. `sink_frames == window_frames` means global
+attention: nothing is evicted, and a session that outgrows its buffer is refused.
 
 Pinned tokens, for example of reference images, precede the slots of the frames. The first chunk of
 the session provides the pinned tokens before the tokens of its frames, and every chunk sees the
@@ -106,7 +106,7 @@ class KVWindow:
         self.ring_frames = window_frames - sink_frames
         self.tokens_per_frame = tokens_per_frame
         self.max_attention_tokens = max_attention_tokens
-        # global attention never overwrites a slot
+        # with global attention, no slot is ever overwritten
         self.spare_frames = spare_frames if sink_frames < window_frames else 0
         self.pinned_tokens = pinned_tokens
         assert not pinned_tokens or (self.spare_frames == 0 and max_attention_tokens is None)
@@ -161,8 +161,8 @@ class KVWindow:
         return self.buffer.device
 
     def _num_tokens(self, num_frames: int | None) -> int:
-        """Return the number of token slots for the first `num_frames` frames of the stream, at most
-        those of the whole window. None stands for the whole window.
+        """Return the number of token slots that the first `num_frames` frames of the stream need,
+        at most the size of the window. None: the size of the window.
         """
         slots = self.window_frames + self.spare_frames
         frames = slots if num_frames is None else min(num_frames, slots)
@@ -173,7 +173,7 @@ class KVWindow:
         return self._ring.missing_nbytes(self._num_tokens(end_frame))
 
     def grow(self, end_frame: int) -> None:
-        """Allocate the memory of all frames before `end_frame` that the window holds.
+        """Allocate memory for all frames before `end_frame` that the window holds.
 
         Raises:
             torch.OutOfMemoryError: There is not enough memory. The window is unchanged.
@@ -198,7 +198,7 @@ class KVWindow:
         self._seen = None
 
     def slot(self, frame: int) -> int:
-        """Return the slot of `frame` while it is visible."""
+        """Return the slot that holds `frame` while the frame is visible."""
         if frame < self.sink_frames:
             return frame
         return self.sink_frames + (frame - self.sink_frames) % (
@@ -229,8 +229,8 @@ class KVWindow:
             )
 
     def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
-        """Write the keys and values of a chunk into its slots, overwriting the results of its
-        earlier denoise steps.
+        """Write the keys and values of a chunk into its slots, overwriting those of its earlier
+        denoise steps.
         """
         if frames.start == 0:
             self.format.fit_scales(layer, k_TNH, v_TNH)
@@ -277,8 +277,8 @@ class KVWindow:
         return k, v
 
     def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
-        """Return the attention of the queries of chunk `frames` to all keys that are `visible` to
-        it. The chunk must have been written."""
+        """Return attention for the queries of chunk `frames` over all keys that are `visible` to
+        the chunk. The chunk must have been written."""
         stored_2SNH, tokens = self._seen_by(layer, frames)
         return self.format.attend(layer, q_TNH, stored_2SNH, tokens)
 
@@ -330,7 +330,7 @@ class KVWindow:
         if span is not None:
             return tuple(self._runs(frames)), span.start, span.stop, frames.start == 0
         slots = self._seen_slots(frames.stop)
-        self._positions(slots)  # a capture cannot copy them from the host
+        self._positions(slots)  # cached now, because a capture cannot copy from the host
         return tuple(self._runs(frames)), slots, frames.start == 0
 
     def graph_kind(self, frames: range) -> Hashable:
@@ -342,8 +342,8 @@ class KVWindow:
         return tuple(count for _, _, count in self._runs(frames)), seen, frames.start == 0
 
     def commit(self, end_frame: int, *, retained_sinks: bool = False) -> None:
-        """Make frames up to `end_frame` part of the session. The latest keys and values of these
-        frames must come from the clean-context pass.
+        """Commit the frames before `end_frame` to the session. The clean-context pass must have
+        written the latest keys and values of these frames.
 
         Args:
             end_frame: Index of the first frame that is not committed.
@@ -371,8 +371,8 @@ class KVWindow:
     def hide_before(self, frame: int) -> None:
         """Set `valid_from`, so that later chunks see no frames of the ring buffer before `frame`.
 
-        The frames before `frame` are no longer in the ring buffer. Frames from `frame` on are
-        written again.
+        The frames before `frame` are no longer in the ring buffer. After this call, the caller
+        writes the frames from `frame` on again.
         """
         self.valid_from, self._seen = frame, None
 
@@ -383,7 +383,8 @@ class KVWindow:
         self.format.take_scales(other.format)
 
     def restore(self, saved: SavedTensors, committed_frames: int, next_frames: int) -> None:
-        """Fill a new window with the tensors of another window's `tensors(next_frames)`.
+        """Fill a new window with the tensors that `tensors(next_frames)` of another window
+        returned.
 
         Raises:
             RequestFailed: The tensors do not match this window.
@@ -404,7 +405,7 @@ class KVWindow:
         return other
 
     def to(self, device: torch.device | str) -> None:
-        """Move the keys and values.
+        """Move the keys and values to `device`.
 
         While the keys and values are on the host, their device memory is in the pool, so that
         another session can use it and replay the CUDA graphs captured with it.
@@ -415,7 +416,7 @@ class KVWindow:
             self._ring = held.to(device)
             self._rings = None  # no CUDA graph was captured with the new memory
             return
-        with torch.inference_mode():  # as when its memory was allocated
+        with torch.inference_mode():  # the memory was also allocated in inference mode
             if device.type == "cpu":
                 self._ring = held.copy_on(device)
                 rings.return_memory(held)
@@ -560,7 +561,7 @@ class WindowItem(Protocol):
 
 
 class WindowAttention:
-    """Self-attention of a batch to its K/V windows, on a rank that has all tokens of its heads.
+    """Self-attention of a batch over its K/V windows, on a rank that has all tokens of its heads.
 
     `HeadExchange` is the version for sequence-parallel ranks.
     """
@@ -596,7 +597,7 @@ class WindowAttention:
         v_BTNH: torch.Tensor,
         write_only: bool,
     ) -> torch.Tensor | None:
-        """Write K/V of `layer` into the windows, then attend.
+        """Write the K/V of `layer` into the windows, then compute attention.
 
         Args:
             items: The chunks of the batch.
@@ -604,7 +605,7 @@ class WindowAttention:
             q_BTNH: Queries of this rank's tokens, [B, T_r, N, H].
             k_BTNH: Keys, of the same shape as the queries.
             v_BTNH: Values, of the same shape as the queries.
-            write_only: Whether to return None after writing, without attending.
+            write_only: Whether to return None after writing, without computing attention.
 
         Returns:
             The attention output, [B, T_r, N, H], valid until the next call. None if `write_only`.

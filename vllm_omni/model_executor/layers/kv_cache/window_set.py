@@ -52,7 +52,7 @@ class WindowSet:
         return sum(window.missing_nbytes(end_frame) for window in self.windows)
 
     def grow(self, end_frame: int) -> None:
-        """Allocate the memory of all frames before `end_frame` that the windows hold.
+        """Allocate memory for all frames before `end_frame` that the windows hold.
 
         Raises:
             torch.OutOfMemoryError: There is not enough memory. Some windows may have grown.
@@ -78,7 +78,7 @@ class WindowSet:
         self.clean.check_frames(frames)
 
     def commit(self, end_frame: int) -> None:
-        """Make frames up to `end_frame` part of the stream."""
+        """Commit the frames before `end_frame` to the stream."""
         for window in self.windows:
             window.commit(end_frame)
 
@@ -92,7 +92,7 @@ class WindowSet:
         }
 
     def restore(self, saved: SavedTensors, committed_frames: int, next_frames: int) -> None:
-        """Fill new windows with the tensors of another set's `tensors(next_frames)`.
+        """Fill new windows with the tensors that `tensors(next_frames)` of another set returned.
 
         Raises:
             RequestFailed: The tensors do not match these windows.

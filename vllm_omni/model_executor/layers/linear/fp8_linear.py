@@ -3,7 +3,7 @@
 faster than CUTLASS.
 
 On NVIDIA GPUs, vLLM chooses its CUTLASS kernel. On Hopper, cuBLAS (which torch calls with CUDA 12.9
-and newer) is faster for the wide layers of large video models, with the same errors; see
+and newer) is faster for the wide layers of large video models and has the same numerical error; see
 docs/architecture/speed_log.md.
 """
 
@@ -27,8 +27,8 @@ _LEAST_WIDTH = 4096
 
 
 class RowwiseFP8Kernel(CutlassFP8ScaledMMLinearKernel):
-    """vLLM's kernel with cuBLAS as its matrix product, for bf16 results of layers that need no
-    padding.
+    """vLLM's CUTLASS kernel, with cuBLAS for the matrix product if the result is bf16 and the layer
+    needs no padding.
     """
 
     def apply_scaled_mm(
@@ -65,8 +65,8 @@ class RowwiseFP8Kernel(CutlassFP8ScaledMMLinearKernel):
 
 
 def choose_kernel(layer: nn.Module) -> None:
-    """Make `layer` use `RowwiseFP8Kernel` if that is faster. Call it after the weights have been
-    created and before they are loaded.
+    """Make `layer` use `RowwiseFP8Kernel` if that is faster. Call this function after the weights
+    have been created and before they are loaded.
     """
     kernel = fp8_kernel(layer)
     if kernel is not None and not _lacks_cublas(layer):

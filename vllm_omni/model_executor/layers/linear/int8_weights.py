@@ -2,8 +2,9 @@
 """`Int8WeightMethod`: int8 weights for layers in which FP8 weights would degrade quality.
 
 vLLM quantizes the weights of experts to int8 while it loads a model
-(`int8_per_channel_weight_only`), but not those of linear layers. vLLM's int8 matrix products are
-intended for checkpoints stored in int8. This module uses the same kernel.
+(`int8_per_channel_weight_only`), but not those of linear layers. vLLM's int8 kernel for linear
+layers is intended for checkpoints stored in int8. This module uses the same kernel for weights that
+it quantizes itself.
 """
 
 from functools import cache
@@ -32,7 +33,8 @@ _DONE = "_already_called_process_weights_after_loading"
 def int8_products(device: torch.device, dtype: torch.dtype) -> FastPath:
     """Return whether layers with int8 weights multiply in int8 for inputs of this dtype.
 
-    vLLM has an int8 kernel for GPUs from Turing to Hopper, but it was only measured on Hopper.
+    vLLM has an int8 kernel for GPUs from Turing to Hopper, but this function requires Hopper,
+    because the kernel was measured only there.
     """
     lack = (
         lacks_hopper(device)
@@ -43,7 +45,7 @@ def int8_products(device: torch.device, dtype: torch.dtype) -> FastPath:
 
 
 def int8_layers(network: nn.Module, device: torch.device, dtype: torch.dtype) -> FastPath:
-    """Return whether layers of a network multiply in int8."""
+    """Return whether a network has layers that multiply in int8."""
     path = int8_products(device, dtype)
     methods = (getattr(layer, "quant_method", None) for layer in network.modules())
     if any(isinstance(method, Int8WeightMethod) for method in methods):

@@ -5,7 +5,7 @@ weights.
 A layer takes its rank and the number of ranks from the `ParallelContext` with which the model was
 built, not from vLLM's tensor-parallel group. With sequence parallelism, or if guidance branches run
 on separate ranks, every rank of vLLM's group holds whole layers. All-reduces also go through the
-context, so that CUDA graphs end before them.
+context, so that a CUDA graph can end before each all-reduce.
 
 `slots` returns the checkpoint names of a layer's tensors. The `weight_loader` that vLLM sets on the
 parameter extracts this rank's part of a full tensor.
@@ -101,8 +101,8 @@ class LinearPrecision(QuantizationConfig):
         quantization: vLLM's config for `--quantization`. None: nothing is quantized.
         retained: `fnmatch` patterns of the names of layers that are not quantized.
         int8: `fnmatch` patterns of the names of layers with int8 weights (`Int8WeightMethod`). The
-            patterns apply if the engine quantizes weights while it loads them. A quantized
-            checkpoint already determines the formats of its weights.
+            patterns apply only if the engine quantizes weights while it loads them, because a
+            quantized checkpoint already determines the formats of its weights.
     """
 
     def __init__(
@@ -171,7 +171,8 @@ class _QuantizedInput(LinearBase):
             return product(self, input_, bias)
         if input_.dim() == 2 or isinstance(self.quant_method, PlainLinearMethod):
             return super().forward(input_)
-        # vLLM's models pass two dimensions, and some of its kernels (int8 with AMX) take no others.
+        # vLLM's models pass 2-D inputs, and some of vLLM's kernels (int8 with AMX) accept no
+        # others.
         output = super().forward(input_.reshape(-1, input_.shape[-1]))
         assert isinstance(output, torch.Tensor)
         return output.view(*input_.shape[:-1], output.shape[-1])
@@ -249,7 +250,7 @@ class MergedLinear(_QuantizedInput, MergedColumnParallelLinear, ShardedModule):
         return self.named_slots([f"{parent}.{name}" for name in self.names])
 
     def named_slots(self, names: Sequence[str]) -> Iterator[tuple[str, CheckpointSlot]]:
-        """Yield the `slots` of the merged layers, which have these full names."""
+        """Yield the `slots` of the merged layers, given their full names in the checkpoint."""
         row = 0
         for index, (name, full) in enumerate(zip(names, self.output_sizes, strict=True)):
             rows = _Rows(self, row, full // self.tp_size, full, self.tp_rank, index)
@@ -259,7 +260,7 @@ class MergedLinear(_QuantizedInput, MergedColumnParallelLinear, ShardedModule):
 
 
 class StackedLinear(MergedLinear):
-    """A `MergedLinear` whose layers are also stored as one tensor in the checkpoint, under this
+    """A `MergedLinear` whose layers the checkpoint also stores merged, as one tensor under this
     module's name.
     """
 
@@ -332,7 +333,7 @@ class QKVLinear(_QuantizedInput, QKVParallelLinear, ShardedModule):
         _await_bias(self)
 
     def named_slots(self, names: Sequence[str]) -> Iterator[tuple[str, CheckpointSlot]]:
-        """Yield the slots of the three layers with these full names."""
+        """Yield the slots of the three layers, given their full names in the checkpoint."""
         kv_rank = self.tp_rank // self.num_kv_head_replicas
         row = 0
         for index, (name, heads, own, rank) in enumerate(
@@ -375,7 +376,7 @@ class RowLinear(_QuantizedInput, RowParallelLinear, ShardedModule):
             quant_config=quant_config,
             prefix=prefix,
             return_bias=False,
-            disable_tp=True,  # the constructor takes no rank; it is set below
+            disable_tp=True,  # the constructor takes no rank, so the rank is set below
         )
         self.parallel = parallel
         self.input_size = in_features
@@ -394,8 +395,8 @@ class RowLinear(_QuantizedInput, RowParallelLinear, ShardedModule):
         return summed if self.bias is None else summed + self.bias
 
     def own_part(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's summand of the result before the all-reduce. The bias is included only
-        if there are no other ranks.
+        """Return this rank's contribution to the result, before the all-reduce. The bias is
+        included only if there are no other ranks.
 
         This method calls the module, so that the module's hooks fetch offloaded weights.
         """
@@ -433,8 +434,8 @@ class _Rows:
     """Index of the layer in the module."""
 
     def slot(self, parameter: Any, *shard: int | str) -> CheckpointSlot:
-        """Return the slot of one tensor of the layer: channels of a parameter, a separate scale, or
-        a shared value."""
+        """Return the slot for one tensor of the layer: channels of a parameter, a separate scale,
+        or a shared value."""
         if getattr(parameter, "output_dim", None) is None:
             single = isinstance(parameter, PerTensorScaleParameter)
             target = parameter.data[self.index] if single else parameter.data
@@ -452,7 +453,7 @@ def _named(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _await_bias(layer: LinearBase) -> None:
-    """Make a layer wait for its bias if it is quantized as soon as it is fully loaded.
+    """If vLLM quantizes a layer as soon as it is fully loaded, make vLLM wait for the bias, too.
 
     vLLM registers the bias when the weight arrives, but in a file the bias comes before the weight.
     """
@@ -513,8 +514,8 @@ def check_quantization(network: nn.Module, method: str | None) -> None:
 
 
 def _loader(parameter: Any, *shard: int | str) -> Callable[[torch.Tensor], None]:
-    """Return the function that loads a full tensor into a parameter, or into one merged layer's
-    share of it."""
+    """Return the function that loads a full tensor into a parameter, or into the part of the
+    parameter that belongs to one merged layer."""
     return partial(_load, parameter, shard)
 
 

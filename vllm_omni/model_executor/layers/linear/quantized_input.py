@@ -3,7 +3,7 @@
 over memory.
 
 vLLM's layers quantize their input per token in a separate pass before the product. vLLM's kernels
-accept quantized inputs (`QuantizedActivation`), but on NVIDIA GPUs they declare this only for
+accept quantized inputs (`QuantizedActivation`), but on NVIDIA GPUs they declare support only for
 inputs with a single static scale. The matrix product itself also supports a scale per token.
 """
 

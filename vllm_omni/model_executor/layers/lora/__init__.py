@@ -13,6 +13,6 @@ over vLLM's tensor-parallel group (this project uses a `ParallelContext`), and a
 strength 1 per token. vLLM's layers also support neither deltas of biases and norms nor names other
 than PEFT's. The advantage of vLLM's layers is that different tokens of a batch can use different
 adapters. This advantage does not matter here, because a forward pass has thousands of tokens of a
-single session. Requests with different adapters use separate forward passes, each with two plain
-matrix products per layer.
+single session. Requests with different adapters use separate forward passes, each with two
+additional matrix products per layer.
 """

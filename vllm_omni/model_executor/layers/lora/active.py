@@ -2,8 +2,8 @@
 """The adapters of the current forward pass. The adapters are stored in a global variable, because a
 process runs one forward pass at a time, on one thread.
 
-`AdapterStore.applied` sets the active adapters. The adapted layers read them, and so does every
-cache of results that depend on weights.
+`AdapterStore.applied` sets the active adapters. The adapted layers read the active adapters, and so
+does every cache of results that depend on weights.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -18,8 +18,8 @@ class ActiveAdapter:
     slot: int
     """Index of the slot that holds the adapter."""
     layout: int
-    """A value that is equal for adapters that change the same modules with the same ranks and
-    therefore occupy the same memory in a slot.
+    """A value that is equal for adapters that change the same modules with the same ranks. Such
+    adapters occupy the same memory in a slot.
     """
     version: int
     """Version number that identifies the adapter's weights, independent of the slot."""

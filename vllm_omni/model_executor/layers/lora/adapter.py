@@ -3,7 +3,7 @@
 that this rank needs.
 
 Every rank validates all names, LoRA ranks and shapes before it reads data. Modules that do not
-match the model are skipped and listed, because adapters are shared between models. For example,
+match the model are skipped and reported, because adapters are shared between models. For example,
 adapters for Wan 2.1 I2V contain layers for the start image that Wan 2.2 lacks, and other adapters
 contain layers of a text encoder. A file is refused if it is malformed or no module in it matches
 the model.
@@ -60,8 +60,8 @@ class LowRank:
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """The full tensors of an adapter in host memory, for the modules of which this rank holds a
-    part."""
+    """The full tensors of an adapter in host memory, for those modules of which this rank holds at
+    least a part."""
 
     matrices: Mapping[TargetName, LowRank]
     """Deltas of linear layers."""
@@ -258,8 +258,8 @@ def _check(
     targets: Mapping[str, AdapterTarget],
     max_rank: int,
 ) -> list[str]:
-    """Remove modules with the shapes of another model from `contents`, and return the stored names
-    of their tensors.
+    """Remove from `contents` the modules whose shapes do not match the model, and return the stored
+    names of the tensors of these modules.
 
     Raises:
         AdapterError: The file is malformed or no module in it matches the model. The message
@@ -304,8 +304,8 @@ def _check(
 def _take_misfits(
     contents: AdapterFileContents, shapes: Mapping[str, Shape], targets: Mapping[str, AdapterTarget]
 ) -> tuple[list[str], list[str]]:
-    """Remove all deltas with the shapes of another model. Return one line for each of them, and the
-    stored names of their tensors.
+    """Remove all deltas whose shapes do not match the model. Return an error line for each of these
+    deltas, and the stored names of their tensors.
     """
     lines: list[str] = []
     names: list[str] = []

@@ -5,11 +5,11 @@ Wan community's.
     transformer.blocks.0.attn1.to_q.lora_A.weight
         diffusers; `transformer_2.` of a second network
     base_model.model.blocks.0.self_attn.q.lora_A.weight
-        PEFT, with adapter_config.json beside it
+        PEFT, with adapter_config.json in the same directory
     lora_unet_blocks_0_self_attn_q.lora_down.weight, .alpha       kohya, musubi-tuner
     diffusion_model.blocks.0.self_attn.q.lora_down.weight, .alpha ComfyUI and others
     ... .diff, .diff_b, .diff_m
-        whole differences: a weight's, a bias's, modulation's
+        full deltas of a weight, a bias, or modulation
 
 Names are parsed and compared with a model before any data is read (`adapter.py`). Adapter files are
 untrusted and are therefore opened through `tensor_files.py`. Diffusers' converters for musubi and
@@ -58,8 +58,8 @@ _KINDS: tuple[tuple[str, Kind], ...] = (
 
 
 class AdapterError(ValueError):
-    """An adapter does not fit the model. The message is one line. The message lists the kinds of
-    tensors in the adapter's files, the kinds that the model accepts, and three examples.
+    """An adapter does not fit the model. The message is one line. It lists the kinds of tensors in
+    the adapter's files, the kinds that the model accepts, and three examples.
     """
 
 
@@ -110,7 +110,8 @@ def open_adapter(path: str, targets: Mapping[str, AdapterTarget]) -> list[Adapte
         targets: Networks of the model, by name.
 
     Raises:
-        AdapterError: The adapter does not exist. The message is one line.
+        AdapterError: The adapter does not exist or is not a safetensors file. The message is one
+            line.
         ValueError: A file cannot be read. The message is one line.
     """
     where = Path(get_adapter_absolute_path(path))

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AdaptedLayers`: the modules of a network on this rank that adapters change, and how they are
-applied.
+"""`AdaptedLayers`: applies adapters to the modules of a network on this rank.
 
-A linear layer adds `scale * up(down(x))` to its result. vLLM's layers add the deltas after their
-quantization method and before an all-reduce, so adapters also work with quantized weights. Other
-layers add the deltas after their `forward`. Gains, norm biases and modulation are small, so they
-are overwritten in place (`AdaptedVectors`) and restored bitwise. If no adapter is active, a layer
-returns exactly the same result as a layer without adapter slots.
+Each adapted linear layer adds `scale * up(down(x))` to its result. Layers of vLLM add the deltas
+after their quantization method and before an all-reduce, so adapters also work with quantized
+weights. Other layers add the deltas after their `forward`. Gains, norm biases and modulation are
+small, so they are overwritten in place (`AdaptedVectors`) and restored bitwise. If no adapter is
+active, a layer returns exactly the same result as a layer without adapter slots.
 
 All memory is allocated once. Every layer has room for `slots` adapters of rank `max_rank`, so
 loading an adapter does not change addresses.
@@ -238,8 +237,8 @@ class AdaptedVectors:
 
 
 class AdaptedLayers:
-    """All adapted layers and tensors of one network. Adapters take effect after
-    `attach_adapters`.
+    """All adapted layers and tensors of one network. Adapters take effect only after
+    `attach_adapters` has been called.
     """
 
     def __init__(
@@ -294,7 +293,7 @@ class AdaptedLayers:
 
 def _attach(layer: nn.Module, adapted_layer: AdaptedLayer) -> Callable[[], object]:
     """Make `layer` add the deltas of `adapted_layer` to its results, and return a function that
-    undoes this."""
+    restores `layer`."""
     if isinstance(layer, LinearBase):
         method = layer.quant_method
         layer.quant_method = AdaptedMethod(method, adapted_layer)
@@ -315,7 +314,7 @@ def _attach(layer: nn.Module, adapted_layer: AdaptedLayer) -> Callable[[], objec
 
 def layers_of(target: AdapterTarget) -> Iterator[tuple[nn.Module, list[CheckpointLayerPart]]]:
     """Yield every linear layer of this rank with the checkpoint layers that it consists of."""
-    named: str | None = None  # the children of a module directly follow it
+    named: str | None = None  # prefix of a module whose children follow it directly
     for prefix, module in target.network.named_modules():
         if named is not None and prefix.startswith(named):
             continue

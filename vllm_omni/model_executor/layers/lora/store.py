@@ -2,11 +2,11 @@
 """`AdapterStore`: the registered adapters of one rank, and their copies in host memory and in
 device slots.
 
-An adapter is registered when a user names it to vLLM (`--lora-modules`, `/v1/load_lora_adapter`)
-and it passes validation. Host memory holds at most `--max-cpu-loras` adapters; any other adapter is
-read again when a request uses it. Device slots hold at most `--max-loras` adapters, which limits
-how many can be active in one forward pass. Host memory and device slots both evict the least
-recently used adapter.
+An adapter is registered when a user adds it through vLLM (`--lora-modules`,
+`/v1/load_lora_adapter`) and it passes validation. Host memory holds at most `--max-cpu-loras`
+adapters; any other adapter is read again when a request uses it. Device slots hold at most
+`--max-loras` adapters, which limits how many can be active in one forward pass. Host memory and
+device slots both evict the least recently used adapter.
 """
 
 import itertools
@@ -60,7 +60,7 @@ class UsedAdapter:
     version: int
     """Version number of the weights; see `StoredAdapter.version`."""
     adapter: StoredAdapter = field(compare=False, repr=False)
-    """The weights."""
+    """The adapter that the chunk uses, with its weights."""
 
 
 Selection = tuple[UsedAdapter, ...]
@@ -94,7 +94,7 @@ def _skipped_line(names: Sequence[str]) -> str:
 
 
 class NoAdapters:
-    """Store of a server without `--enable-lora`."""
+    """Adapter store of a server without `--enable-lora`."""
 
     nbytes = 0
 
@@ -152,7 +152,7 @@ class NoAdapters:
 
 
 class AdapterStore(NoAdapters):
-    """Store of a server with `--enable-lora`.
+    """Adapter store of a server with `--enable-lora`.
 
     Args:
         targets: Networks of the model, by name.
@@ -206,7 +206,7 @@ class AdapterStore(NoAdapters):
         startup."""
         return sum(layers.nbytes for layers in self._layers.values())
 
-    # -- by vLLM's calls ---------------------------------------------------------------------------
+    # -- called by vLLM ----------------------------------------------------------------------------
 
     def ids(self) -> set[int]:
         return {request.lora_int_id for request in self._known.values()}
@@ -260,7 +260,7 @@ class AdapterStore(NoAdapters):
         while len(self._loaded) > self._max_cached:
             self._loaded.popitem(last=False)
 
-    # -- by requests -------------------------------------------------------------------------------
+    # -- called for requests -----------------------------------------------------------------------
 
     def select(self, wanted: Sequence[Lora]) -> Selection:
         """Return the adapters that a request names.
@@ -327,7 +327,7 @@ class AdapterStore(NoAdapters):
 
     @contextmanager
     def applied(self, selection: Selection) -> Iterator[None]:
-        """Activate exactly these adapters for forward passes within this block."""
+        """Activate exactly these adapters for the forward passes inside the `with` block."""
         active = [self._load_into(used, selection) for used in selection]
         for layers in self._layers.values():
             layers.vectors.show(active)

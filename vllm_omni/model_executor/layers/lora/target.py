@@ -32,8 +32,8 @@ class AdapterTarget:
     included.
     """
     file_mark: str | None = None
-    """Regular expression (lower case) for the names of files that apply to this network, if the
-    model has several.
+    """Lower-case regular expression that matches the names of files for this network, if the model
+    has several networks.
     """
 
     def module_named(self, stored: str) -> str:

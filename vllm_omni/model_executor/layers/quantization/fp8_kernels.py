@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantize and dequantize 8-bit tensors: e4m3 for K/V windows, int8 for some weights.
 
-Quantizing and dequantizing are memory-bound. Plain torch needs two to four passes over memory, and
-broadcasting the scale prevents wide loads. A Triton kernel (`fp8_triton.py`) needs only one pass.
-The plain torch versions define the expected result. The torch versions run on CPUs and on GPUs
-older than Ada. The Triton kernels return bitwise equal results, because the scales of windows are
-powers of two and the product of a weight and its scale is rounded once.
-`benchmarks/attention_kernels.py` measures the speed.
+Quantizing and dequantizing are memory-bound. torch's own operations need two to four passes over
+memory, and broadcasting the scale prevents wide loads. A Triton kernel (`fp8_triton.py`) needs only
+one pass. The torch versions define the expected result, and run on CPUs and on GPUs older than Ada.
+The Triton kernels return bitwise equal results, because the scales of windows are powers of two and
+the product of a weight and its scale is rounded once. `benchmarks/attention_kernels.py` measures
+the speed.
 """
 
 # K kinds (keys, values), T tokens of a chunk, S stored tokens, N heads, H head dim; O outputs and I

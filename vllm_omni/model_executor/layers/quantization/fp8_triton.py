@@ -79,7 +79,7 @@ def _quantize_kernel(
     R: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Quantize `first` into kind 0 of `out`. If there is a second row of programs, also quantize
+    """Quantize `first` into kind 0 of `out`. If the launch grid has a second row, also quantize
     `second` into kind 1. `rows` is T * N."""
     kind = tl.program_id(1)
     row = tl.program_id(0) * R + tl.arange(0, R)

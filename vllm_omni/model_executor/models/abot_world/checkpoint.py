@@ -36,10 +36,11 @@ from vllm_omni.model_executor.models.wan.checkpoint.layout import (
 from vllm_omni.model_executor.models.wan.transformer import weights as wan
 
 LAYOUTS: Final = ("original", "diffusers")
-"""Names of the supported layouts, as `make-tiny` uses them."""
+"""Names of the layouts that `make-tiny` can write."""
 TRANSFORMER_FILE: Final = "diffusion_pytorch_model.safetensors"
 RULES = wan.TRANSFORMER_RULES
-"""Rules that map prefixes and diffusers' names to the original names. Original names do not change.
+"""Rules that map prefixes and diffusers' names to the original names. The rules leave original
+names unchanged.
 """
 _ADAPTER = "act_control_adapter."
 _KEYS = f"{_ADAPTER}conv.weight"
@@ -174,7 +175,7 @@ def fold_keys(weight: torch.Tensor, inputs: Shape) -> torch.Tensor:
 
 def adapter_target(transformer: nn.Module, config: AbotWorldConfig) -> AdapterTarget:
     """Return the transformer without its action adapter as an `AdapterTarget` for LoRA adapters."""
-    # Imported here, because describing a checkpoint does not need it.
+    # Imported here, because code that only describes a checkpoint does not need this class.
     from vllm_omni.model_executor.models.wan.transformer.layers import PatchEmbedding
 
     return AdapterTarget(
@@ -187,8 +188,8 @@ def adapter_target(transformer: nn.Module, config: AbotWorldConfig) -> AdapterTa
 
 
 def _is_transformer(folder: Path) -> bool:
-    """Return whether a folder contains the transformer. Its tensor names decide or, without weights
-    (`--load-format dummy`), its config."""
+    """Return whether a folder contains the transformer. The tensor names decide or, if there are no
+    weights (`--load-format dummy`), the config."""
     if not folder.is_dir():
         return False
     single = folder / TRANSFORMER_FILE

@@ -41,7 +41,7 @@ KEY_PLANES: Final = 4
 WINDOW_FRAMES: Final = 21
 """Number of latent frames that a chunk sees, including its own."""
 STEPS: Final = (1000, 750, 500, 250)
-"""Denoise steps of a chunk. Step s refers to entry 1000 - s of the table shifted by 5."""
+"""Denoise steps of a chunk. Step s refers to entry 1000 - s of the timestep table with shift 5."""
 _SHIFT: Final = 5.0
 _SLOT_DISTANCE = 256
 
@@ -91,7 +91,7 @@ class AbotWorldConfig(Trunk5BConfig):
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "AbotWorldConfig":
         """Read a transformer's `config.json` with the keys of either layout. An empty mapping
-        stands for the released model.
+        results in the config of the released model.
 
         Raises:
             ValueError: A key is unknown, or a value is not supported.
@@ -136,7 +136,7 @@ class AbotWorldOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
 
     decoder: Literal["wan", "tiny"] = "tiny"
     """Decoder of the latents. `tiny`: the tiny autoencoder TAEW2.2 (`taew2_2.pth` in the
-    checkpoint's directory), as in the release. `wan`: Wan's VAE, which costs as much time as the
+    checkpoint's directory), as in the release. `wan`: Wan's VAE, which takes as long as the
     transformer."""
     positions: Literal["carried", "window"] = "carried"
     """Positions of frames relative to the reference images. `carried`: the position is the index of

@@ -104,7 +104,7 @@ class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
     session_type = PinnedSession
     session_windows = True
     rounding: ClassVar[Rounding] = "truncate"
-    """How pixels are rounded to uint8: they are truncated, as in the original."""
+    """Pixels are truncated when they are converted to uint8, as in the original."""
 
     config: AbotWorldConfig
     options: AbotWorldOptions
@@ -204,7 +204,7 @@ class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
     def batch_key(self, request: Request) -> Hashable:
         return super().batch_key(request), self._lead_tokens(request.work)
 
-    # -- parts of the above ------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------
 
     def _encode(self, images_HWC: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the latents of uint8 images of equal size, fp32 [N, C, 1, h, w] on the device."""
@@ -235,9 +235,9 @@ class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
         return self.config.reference_tokens if chunk.frames.start == 0 else 0
 
     def start_step(self, request: Request) -> None:
-        """Place the references. Also compute the K/V of the prompt and the embedding of the
-        keyboard keys, unless they have already been computed. The call is collective under tensor
-        parallelism.
+        """Rotate the references to their positions for this chunk. Also compute the K/V of the
+        prompt and the embedding of the keyboard keys, unless they have already been computed. The
+        call is collective under tensor parallelism.
         """
         chunk = request.work
         self.prompts.complete_chunk(chunk)

@@ -29,8 +29,8 @@ class ChunkCache(WindowSet):
     build one.
 
     `windows` contains a single window in strict mode, and one window per step in noise-matched mode
-    (only that of its own step on a stage that owns one step). `has_sinks_per_step` is set if every
-    step has a window with separate sink frames.
+    (on a stage that owns a single step, only the window of that step). `has_sinks_per_step` is set
+    if every step has a window with separate sink frames.
     """
 
     def __init__(self, windows: Sequence[KVWindow], has_sinks_per_step: bool) -> None:
@@ -59,7 +59,7 @@ class ChunkCache(WindowSet):
 
     def retain_sinks(self, frames: range, step: int) -> None:
         """Store the sink frames among `frames` after `step`, because a later chunk may need them.
-        Only used with per-step sinks.
+        This method is used only with per-step sinks.
 
         The stream's first chunk is excluded, because its K/V are replaced by those of the last
         step.
@@ -71,8 +71,8 @@ class ChunkCache(WindowSet):
     def recompute(self, first_frame: int) -> "ChunkCache":
         """Return a fork that hides all frames before `first_frame`.
 
-        The caller then rewrites the frames from `first_frame` on, oldest first. Recomputing
-        requires the strict mode.
+        The caller then rewrites the frames from `first_frame` on, oldest first. Recomputation
+        requires strict mode.
         """
         other = self.fork()
         other.clean.hide_before(first_frame)

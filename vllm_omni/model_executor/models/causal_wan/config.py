@@ -41,11 +41,13 @@ from vllm_omni.model_executor.streaming.stream import StreamModelSetup
 _VIDEO_SHIFT = 8.0
 """Timestep shift of the video-to-video schedule, as in training."""
 VIDEO_NOISE_SCALE = 0.8
-"""Noise scale for the first chunk of an input video, in [0, 1]. A static scene keeps this scale."""
+"""Noise scale for the first chunk of an input video, in [0, 1]. For a static scene, later chunks
+use the same scale.
+"""
 
 _WINDOW, _SINK, _CHUNK = 21, 3, 3
 """Default sizes for a checkpoint that specifies no window. The window is as long as a training
-clip, and one chunk consists of sink frames.
+clip, and there are as many sink frames as frames in a chunk.
 """
 
 CacheKind = Literal["strict", "noise_matched"]
@@ -54,8 +56,7 @@ PromptSwitch = Literal["keep", "recompute"]
 
 @dataclass(frozen=True)
 class CausalWanConfig(ChunkTransformerConfig):
-    """The transformer's architecture. The defaults are those of the model with 1.3 billion
-    parameters."""
+    """The transformer's architecture. The defaults are those of the 1.3B model."""
 
     dim: int = 1536
     """Width of the network."""
@@ -79,11 +80,11 @@ class CausalWanConfig(ChunkTransformerConfig):
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "CausalWanConfig":
-        """Read a transformer `config.json` in either key style. An empty mapping stands for the
-        1.3B model.
+        """Read a transformer `config.json` in either key style. An empty mapping results in the
+        config of the 1.3B model.
 
-        If keys are unknown or values are not supported, this raises a ValueError that names all of
-        them.
+        If keys are unknown or values are not supported, the method raises a ValueError that names
+        all of them.
         """
         slides = values.get("local_attn_size", -1) != -1
         skipped = () if slides else ("local_attn_size", "sink_size")
@@ -135,8 +136,8 @@ PRESETS: Final[Mapping[PresetName, Preset]] = {
         kv_cache_dtype="fp8",
     ),
 }
-"""Presets do not set a window. Every preset uses the window of the release, because releases have
-windows of 6 to 21 frames.
+"""No preset sets a window, because the releases have different windows (6 to 21 frames). Every
+preset uses the window of the release.
 """
 
 
@@ -155,7 +156,7 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
     denoising_steps: list[float] = msgspec.field(
         default_factory=lambda: [1000.0, 750.0, 500.0, 250.0]
     )
-    """Text-to-video schedule. A step s refers to entry 1000 - s of the table shifted by 5. A
+    """Text-to-video schedule. Step s refers to entry 1000 - s of the timestep table with shift 5. A
     release that was trained with other steps has its own default, and interprets steps in the same
     way as its own code. For example, CausVid interprets them as timesteps.
     """
@@ -202,9 +203,10 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
     def parse(
         cls, options: Mapping[str, Any], release: Mapping[str, Any] | None = None
     ) -> "CausalWanOptions":
-        """Parse the options, with those of the release as defaults.
+        """Parse the options. Options of the release are the defaults.
 
-        If an option is invalid, this raises a ValueError with the value and the allowed values.
+        If an option is invalid, the method raises a ValueError with the value and the allowed
+        values.
         """
         parsed = cls.read_options(options, release)
         try:
@@ -264,7 +266,7 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
 
 def resolve_plan(config: CausalWanConfig, options: CausalWanOptions) -> ChunkPlan:
     """Return the chunk sizes of a stream and the size of its K/V window. Raises ValueError if the
-    sizes do not fit together."""
+    sizes are incompatible with each other."""
     plan = resolve_chunks(
         options, config, chunk_frames=_CHUNK, window_frames=_WINDOW, sink_frames=_SINK
     )

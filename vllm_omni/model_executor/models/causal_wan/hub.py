@@ -3,8 +3,8 @@
 directory, where `checkpoint/releases.py` expects it.
 
 Download sizes are taken from the repositories' file lists if these are published. Unpublished sizes
-are estimated from the tensors. Users must accept a licence that restricts use or that is not
-stated. The other licences are on the model cards.
+are estimated from the tensors. Users must explicitly accept the licence of a network if it
+restricts use or is not stated. The other licences are on the model cards.
 """
 
 from pathlib import Path

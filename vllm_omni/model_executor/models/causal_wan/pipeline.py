@@ -3,7 +3,7 @@
 decode, commit.
 
     transformer(past, 0, cache)         for each chunk of the window, on `prompt_switch: recompute`
-    transformer(given, 0, cache)        for latent frames of the client, such as a start image
+    transformer(given, 0, cache)        for latent frames from the client, such as a start image
     x = noise(seed, chunk, 0), or s noise + (1 - s) vae.encode(video)
     for i, t in enumerate(timesteps):
         v  = transformer(x, t, cache at step i)             denoise_step
@@ -11,7 +11,7 @@ decode, commit.
         x  = (1 - sigma) x0 + sigma noise(seed, chunk, i + 1)
     transformer(x0, 0, cache)                   the last denoise_step, unless noise-matched
     frames = vae.decode(x0)                                  post_decode
-    the stream moves on                                      commit
+    advance the stream                                       commit
 
 `CausalWan` is the model and does not depend on the engine; vLLM loads `CausalWanPipeline`, which
 owns the model. Tested by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
@@ -183,7 +183,7 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
                 own=None,
                 index=position.chunk_index,
             )
-            request.num_steps = 1  # the ranks with layers know
+            request.num_steps = 1  # not used on a VAE stage
             return
         noise = ChunkNoise(tuple(size), inputs.seed, position.chunk_index, self.transformer.device)
         text, known = encode_prompt(
@@ -230,8 +230,8 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
 
     @torch.no_grad()
     def step_scheduler(self, batch: Sequence[Request], prediction: torch.Tensor) -> None:
-        """Advance the latents as in every streaming model, except that latent frames provided by
-        the client do not change."""
+        """Advance the latents like `StreamingModel.step_scheduler`, except that latent frames
+        provided by the client do not change."""
         for request, flow in zip(batch, prediction, strict=True):
             chunk = request.work
             retained = chunk.latents[:, : chunk.given]
@@ -291,7 +291,7 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
             inputs.append((request, video))
         return inputs
 
-    # -- parts of the above ------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------
 
     def _past_chunks(self, session: StreamSession, prompt: str) -> tuple[PastChunk, ...]:
         """Return the earlier chunks whose K/V must be recomputed with a new `prompt`."""
@@ -338,7 +338,7 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
     def _end_step(self, request: Request) -> None:
         """Store the sink frames that a forward pass has written, and decide which sink frames are
         renewed. With per-step sinks, this happens after every denoise step, otherwise after the
-        last pass of the chunk. Ranks that shard the heads make a common decision.
+        last pass of the chunk. Ranks that shard the heads make the same decision.
         """
         chunk, step = request.work, request.step
         if chunk.window.has_sinks_per_step:

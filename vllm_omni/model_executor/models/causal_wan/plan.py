@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory and compute of causal Wan for `vllm-omni plan`: two sizes of the network, and the
-published networks with their own steps.
+"""Memory and compute of causal Wan for `vllm-omni plan`, for two sizes of the network and for the
+published networks with their own denoise steps.
 """
 
 from collections.abc import Mapping

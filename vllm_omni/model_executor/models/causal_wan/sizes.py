@@ -29,8 +29,8 @@ class StreamSizes:
     """Sizes of one stream's state.
 
     `spare_frames` contains the number of spare frames of each window (see the function
-    `spare_frames`). `own_step` is the step of a stage that owns one step. `kv_dtype` is the storage
-    dtype of the windows (None: the transformer's dtype).
+    `spare_frames`). `own_step` is the denoise step of this stage, if each stage owns one step.
+    `kv_dtype` is the storage dtype of the windows (None: the transformer's dtype).
     """
 
     def __init__(
@@ -145,12 +145,12 @@ def spare_frames(
     """Return the number of spare frames that each window's ring buffer needs for chunks in flight.
 
     With a noise-matched cache, step j of a chunk sees the K/V that earlier chunks wrote at step j,
-    so it may run as soon as the previous chunk has finished step j. The frames that its own K/V
+    so it may run as soon as the previous chunk has finished step j. The frames that this step's K/V
     would overwrite are retained as long as an uncommitted chunk that sees them may be run again.
 
-    The spare frames are those that chunks may write ahead of the oldest uncommitted chunk. On one
-    rank, a chunk is committed in the engine step of its last pass. On several ranks, earlier stages
-    are notified of the commit later.
+    The spare frames are those that chunks may write ahead of the oldest uncommitted chunk. With a
+    single rank, a chunk is committed in the same engine step as its last pass. With several ranks,
+    earlier stages are notified of the commit later.
     """
     if options.cache == "strict":
         return (0,)
@@ -158,5 +158,5 @@ def spare_frames(
         options.text_schedule().num_steps,
         (omni.chunks_in_flight - 1) * plan.chunk_frames,
     )
-    # On one rank, the last step's frames are committed when they are written.
+    # With a single rank, the frames of the last step are committed when they are written.
     return (spare,) * passes if parallel.num_stages > 1 else (*(spare,) * (passes - 1), 0)

@@ -217,7 +217,7 @@ class CausalWanChunk(StreamingChunk[ChunkCache, VideoInput]):
         return self.given
 
     def is_given(self, step: int) -> bool:
-        """Return whether pass `step` computes the given frames."""
+        """Return whether pass `step` computes the frames that the client provides."""
         return self.given > 0 and step == len(self.past)
 
     def denoise_index(self, step: int) -> int | None:
@@ -244,7 +244,7 @@ class CausalWanChunk(StreamingChunk[ChunkCache, VideoInput]):
         return self.latents[:, part.start - self.frames.start : part.stop - self.frames.start]
 
     def position(self) -> StreamPosition:
-        """Return the state that the stream has if this chunk succeeds. The first step of the chunk
-        must have run.
+        """Return the state of the stream after this chunk, assuming that the chunk succeeds. The
+        first step of the chunk must have run.
         """
         return StreamPosition(self.index + 1, self.prompt, self.seed, self.cross_kv, self.own)

@@ -4,9 +4,9 @@ latents, and an input video becomes noisy latents.
 
 A video is received chunk by chunk, and each chunk starts from the noisy latents of its frames.
 
-The VAE encoder runs as a stream. The noise controller (`motion.py`) determines the amount of noise
-and the timestep of the first denoise step. All state is in the immutable `VideoInput`, which
-callers pass in and receive back. Tested by
+The VAE encoder carries its cache from chunk to chunk. The noise controller (`motion.py`) determines
+the amount of noise and the timestep of the first denoise step. All state is in the immutable
+`VideoInput`, which callers pass in and receive back. Tested by
 tests/model_executor/models/causal_wan/test_causal_wan_video.py.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a diffusers pipeline directory: `model_index.json`, components and weight files.
+"""Checks a diffusers pipeline directory: `model_index.json`, components and weight files.
 
 Only JSON files and file headers are read, so that `vllm serve --omni` can refuse a broken directory
 within a second. Weights must be safetensors files. Pickled weights and code inside a checkpoint are

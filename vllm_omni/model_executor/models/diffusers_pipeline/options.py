@@ -21,7 +21,7 @@ class LoraSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     path: str
     """Directory that contains the adapter, or a single `.safetensors` file."""
     weight_name: str | None = None
-    """Name of the file in the directory. Default: the only file in it."""
+    """Name of the file in the directory. Default: the only file in the directory."""
     scale: float = 1.0
     """Strength of the adapter."""
 
@@ -54,10 +54,10 @@ class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Components that are not loaded, for example `["text_encoder", "tokenizer"]` if clients send
     `prompt_embeds`."""
     component_dtypes: dict[str, Dtype] = msgspec.field(default_factory=dict)
-    """Dtypes of components that differ from `--dtype`, by component name, for example `{"vae":
+    """Dtype of each component that does not use `--dtype`, by component name, for example `{"vae":
     "float32"}`."""
     variant: str | None = None
-    """Infix of the weight files, for example `fp16`."""
+    """Variant of the weight files, for example `fp16`. The variant is part of their file names."""
     offload: Literal["none", "model", "sequential"] = "none"
     """Where weights are stored. `none`: on the accelerator. `model` or `sequential`: in host
     memory, from which the library accelerate moves them to the accelerator when they are needed.
@@ -86,8 +86,8 @@ class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "DiffusersOptions":
-        """Parse `omni.model`. If a value is invalid, this raises a ValueError with the key and the
-        allowed values."""
+        """Parse `omni.model`. If a value is invalid, the method raises a ValueError with the key
+        and the allowed values."""
         parsed = parse_options(cls, options, "additional_config['omni']['model']")
         if parsed.interleave > 1 and parsed.offload != "none":
             raise ValueError(
@@ -101,8 +101,8 @@ class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         return parsed
 
     def request_defaults(self) -> RequestDefaults:
-        """Return the defaults that this package reads itself. If a value is invalid, this raises a
-        ValueError with the allowed values.
+        """Return the defaults that this package reads itself. If a value is invalid, the method
+        raises a ValueError with the allowed values.
         """
         own = {
             name: value

@@ -3,9 +3,9 @@
 
 A client that computes hidden states of Qwen2.5-VL elsewhere, for example in an autoregressive
 engine, can convert them to `prompt_embeds` with this module. The prompt is `templated(prompt)`. The
-client passes the hidden states of all tokens after the final norm, and `prompt_embeds` drops the
-hidden states of the system message. The pipeline does the same with its own encoder (diffusers 0.42
-`pipeline_qwenimage.py`, `_get_qwen_prompt_embeds`).
+client passes the hidden states of all tokens, taken after the final norm, to `prompt_embeds`, which
+drops the hidden states of the system message. The pipeline computes its embeddings in the same way
+with its own encoder (diffusers 0.42 `pipeline_qwenimage.py`, `_get_qwen_prompt_embeds`).
 """
 
 import torch
@@ -23,7 +23,7 @@ ASPECT_RATIOS = {
 had 1140 instead of 1104, which is not a multiple of 16."""
 
 PROMPT_SUFFIXES = {"en": ", Ultra HD, 4K, cinematic composition.", "zh": ", 超清，4K，电影级构图."}
-"""Quality phrases by language: `positive_magic` of the model card."""
+"""Quality phrases by language, copied from `positive_magic` in the model card."""
 
 DROPPED_TOKENS = 34
 """Number of tokens in the template before the prompt, in Qwen2.5-VL's vocabulary."""

@@ -102,7 +102,7 @@ def tasks_of(class_name: str, parameters: Parameters) -> tuple[Task, ...]:
 def capabilities(
     class_name: str, options: DiffusersOptions, temporal_stride: int, *, distilled: bool
 ) -> Capabilities:
-    """Return the capabilities of a diffusers pipeline class for the OpenAI routes, with these
+    """Return the capabilities of a diffusers pipeline class for the OpenAI endpoints, with these
     options.
     """
     import diffusers
@@ -128,7 +128,7 @@ def capabilities(
         max_num_frames=options.max_num_frames,
         frame_stride=stride,
         fps=requested.fps,
-        images_per_request=1,  # pictures drawn one by one are the same however many are asked for
+        images_per_request=1,  # so that an image does not depend on the number of images
         input_images=_MAX_INPUT_IMAGES
         if any(word in class_name for word in _TAKES_SEVERAL_IMAGES)
         else 1,

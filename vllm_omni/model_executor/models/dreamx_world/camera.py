@@ -108,9 +108,9 @@ def walk(keys: ActionFrames, start_44: torch.Tensor, step: float, degrees: float
     Args:
         keys: Held keys of each video frame.
         start_44: Pose of the video frame before the chunk.
-        step: Distance that a held movement key moves the camera per video frame, in units of the
-            poses.
-        degrees: Rotation by a held look key per video frame, in degrees.
+        step: Distance by which a held movement key moves the camera per video frame, in the units
+            of the poses.
+        degrees: Angle by which a held look key rotates the camera per video frame, in degrees.
 
     Returns:
         Poses [P, 4, 4].
@@ -162,7 +162,8 @@ def _read_path(poses: torch.Tensor, num_pixels: int, num_frames: int) -> torch.T
     latent frame."""
     of_latents = poses.dim() == 3 and len(poses) == num_frames
     path_P44 = read_poses(poses, num_frames if of_latents else num_pixels).clone()
-    # The client's matrix is only nearly a rotation. After this step, its transpose is its inverse.
+    # The client's matrix is only approximately a rotation. After this step, the inverse of the
+    # matrix is its transpose.
     left, _, right = torch.linalg.svd(path_P44[:, :3, :3])
     path_P44[:, :3, :3] = left @ right
     path_P44[:, 3] = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)

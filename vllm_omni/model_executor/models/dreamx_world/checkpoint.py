@@ -32,11 +32,11 @@ from vllm_omni.model_executor.models.wan.transformer import weights as wan
 from vllm_omni.model_executor.models.wan.transformer.weights import TRANSFORMER_RULES, Sizes
 
 LAYOUTS = ("original", "diffusers")
-"""Names of the supported layouts, as `make-tiny` uses them."""
+"""Names of the layouts that `make-tiny` can write."""
 
 RULES = TRANSFORMER_RULES
-"""Rules that map prefixes and diffusers' names to the original names. The names of the camera
-branch do not change.
+"""Rules that map prefixes and diffusers' names to the original names. The rules leave the names of
+the camera branch unchanged.
 """
 
 _FOLDER: Final = "transformer"
@@ -72,8 +72,8 @@ class CheckpointLayout(WanComponents):
     """Whether the checkpoint has the layout of the original repository or diffusers' layout."""
 
     def transformer_config(self) -> dict[str, Any]:
-        """Return the transformer's `config.json`, overridden by the sizes of its tensors, if there
-        are any."""
+        """Return the transformer's `config.json`. If there are weight files, its sizes are replaced
+        by those of the tensors."""
         folder = self.transformer if self.transformer.is_dir() else self.transformer.parent
         stated = own_config(folder)
         if self.transformer.is_dir() and not any(folder.glob("*.safetensors")):
@@ -165,7 +165,7 @@ def load_transformer(transformer: nn.Module, source: TensorSource, config: Dream
 
 def adapter_target(transformer: nn.Module, config: DreamXConfig) -> AdapterTarget:
     """Return the transformer as an `AdapterTarget` for LoRA adapters."""
-    # Imported here, because describing a checkpoint does not need it.
+    # Imported here, because code that only describes a checkpoint does not need this class.
     from vllm_omni.model_executor.models.wan.transformer.layers import PatchEmbedding
 
     return AdapterTarget(

@@ -37,7 +37,9 @@ FPS: Final = 16.0
 """Frame rate in training, in frames per second."""
 FOCAL_PIXELS: Final = 969.6969696969696
 REFERENCE_SIZE: Final = (1920, 1080)
-"""Focal length of the training videos in pixels, and the width and height to which it refers."""
+"""`FOCAL_PIXELS` is the focal length of the training videos in pixels, for frames with the width
+and height in `REFERENCE_SIZE`.
+"""
 GROUP: Final = 4
 """Number of channels in a group that is multiplied by the camera's 4x4 matrix."""
 _SHIFT: Final = 5.0
@@ -74,7 +76,7 @@ class DreamXConfig(Trunk5BConfig):
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "DreamXConfig":
         """Read a transformer's `config.json` with the keys of either layout. An empty mapping
-        stands for the released model.
+        results in the config of the released model.
 
         Raises:
             ValueError: A key is unknown, or a value is not supported.
@@ -124,7 +126,8 @@ class DreamXOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, k
     presets: ClassVar[Mapping[PresetName, Preset]] = PRESETS
 
     denoising_steps: list[int] = msgspec.field(default_factory=lambda: [1000, 750, 500, 250])
-    """Denoise steps of a chunk. Step s refers to entry 1000 - s of the table shifted by 5."""
+    """Denoise steps of a chunk. Step s refers to entry 1000 - s of the timestep table with shift 5.
+    """
     round_timesteps: bool | None = None
     """Whether timesteps are rounded to bf16 (1000, 936, 832, 624), as the original does on a GPU.
     The released videos were generated with rounded timesteps. False: exact timesteps are used.
@@ -137,7 +140,7 @@ class DreamXOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, k
     chunk, as in the release. `start`: the pose at the start of the session.
     """
     key_step: Annotated[float, msgspec.Meta(gt=0, le=100)] = 0.075
-    """Movement per video frame while a movement key is held, in units of the poses."""
+    """Movement per video frame while a movement key is held, in the units of the poses."""
     key_degrees: Annotated[float, msgspec.Meta(gt=0, le=45)] = 1.5
     """Rotation per video frame while a look key is held, in degrees."""
     color_correction: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
@@ -147,8 +150,8 @@ class DreamXOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, k
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "DreamXOptions":
-        """Parse the options. If a value is invalid, this raises a ValueError with the value and the
-        allowed values."""
+        """Parse the options. If a value is invalid, the method raises a ValueError with the value
+        and the allowed values."""
         parsed = cls.read_options(options)
         try:
             parsed.schedule(rounded=False)
@@ -167,7 +170,7 @@ class DreamXOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, k
         is never rounded.
 
         Raises:
-            ValueError: A step is not in the table.
+            ValueError: A step is not in the timestep table.
         """
         exact = few_step_schedule(
             "exact", _SHIFT, [1000 - step for step in self.denoising_steps], np.float32

@@ -3,7 +3,7 @@
 Wan2.2-TI2V-5B.
 
 Download sizes come from public file lists. The licence of the transformer is known only from third
-parties, who report "mit" on the model card. Users must therefore accept it.
+parties, who report "mit" on the model card. Users must therefore accept this licence.
 """
 
 from pathlib import Path

@@ -91,8 +91,7 @@ _TENSORS = ("image", "poses", "intrinsics", *ACTION_TENSORS)
 
 
 class DreamXSession(StreamingSession[KVWindow, CameraState]):
-    """A DreamX-World session. The state of the camera is its only state that is specific to this
-    family."""
+    """A DreamX-World session. Its only family-specific state is the state of the camera."""
 
     def restore_values(
         self, retained: SessionScalars, saved: SavedTensors, device: torch.device

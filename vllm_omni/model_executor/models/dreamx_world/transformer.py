@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """DreamX-World's causal diffusion transformer: Wan 2.2's 5B transformer with a camera branch.
 
-The camera branch (PRoPE) runs in parallel to self-attention, with the same input and the same gate.
-The queries, keys and values of the branch are multiplied by the camera projection of their frame,
-in groups of four channels. The branch attends only to tokens of the current chunk and needs no
-cache.
+The camera branch (PRoPE) runs in parallel with self-attention and has the same input and the same
+gate. The queries, keys and values of the branch are multiplied by the camera projection of their
+frame, in groups of four channels. The branch attends only to tokens of the current chunk and needs
+no cache.
 
 Maths: AMAP-ML/DreamX-World @ a1f4c6e, the network of the autoregressive script.
 """

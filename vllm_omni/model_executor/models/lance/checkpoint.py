@@ -8,7 +8,8 @@
     Wan2.2_VAE.pth
 
 This module only locates files; `weights.py` loads them. A missing component is an error only when
-it is needed (`require`). An engine with dummy weights can therefore start from config files only.
+the component is needed (`require`). Therefore, an engine with dummy weights can start from config
+files alone.
 """
 
 from dataclasses import dataclass
@@ -57,15 +58,15 @@ class LanceLayout:
 
     @property
     def vision_weights(self) -> Path | None:
-        """Return the separate weight file of the vision tower, or None if there is none."""
+        """Return the vision tower's own weight file, or None if there is none."""
         if self.vision is None:
             return None
         files = sorted(self.vision.glob("*.safetensors"))
         return confined(self.vision, files[0].name) if files else None
 
     def require(self) -> None:
-        """Raise ValueError, with a single-line message, unless the decoder's weights, the
-        tokenizer and the VAE exist.
+        """Raise ValueError with a single-line message unless the decoder's weights, the tokenizer
+        and the VAE exist.
         """
         missing = []
         if self.weights is None:
@@ -86,8 +87,8 @@ class LanceLayout:
         return read_json(path) if path.exists() else {}
 
     def vision_config(self) -> dict[str, Any]:
-        """Return the config of the vision tower from the tower's folder, from the decoder's folder,
-        or by default from the release.
+        """Return the config of the vision tower. It is read from the tower's folder or, if there is
+        none, from the decoder's config. An empty result stands for the released config.
         """
         if self.vision is not None and (self.vision / "config.json").exists():
             values = read_json(self.vision / "config.json")
@@ -97,8 +98,8 @@ class LanceLayout:
         return nested if isinstance(nested, dict) else {}
 
     def max_latent_frames(self) -> int:
-        """Return the number of latent frames in the stored position table. Without weights,
-        return the number of the release.
+        """Return the number of latent frames in the stored position table. Without weights, return
+        the number in the released checkpoint.
         """
         released = DEFAULTS.max_num_video_latent_frames if self.video else 1
         if self.weights is None:
@@ -115,7 +116,7 @@ class LanceLayout:
 
     def vae_dims(self) -> tuple[int, int]:
         """Return the widths of the first level of the encoder and the decoder. They are read from
-        the autoencoder's file, or are by default those of the release.
+        the autoencoder's file. If that file is missing, they are the released widths.
         """
         if self.vae is None:
             return _BASE_DIM, _DECODER_BASE_DIM
@@ -132,7 +133,9 @@ class LanceLayout:
         return shapes[names[0]][0], shapes[names[1]][0] // 4
 
     def dtype(self) -> str:
-        """Return the dtype of the decoder according to its config or its weights."""
+        """Return the dtype of the decoder, which is read from its config or, failing that, from its
+        weights.
+        """
         stated = self.llm_config()
         for key in ("dtype", "torch_dtype"):
             if isinstance(stated.get(key), str):
@@ -143,10 +146,11 @@ class LanceLayout:
 
 
 def find_layout(path: Path) -> LanceLayout:
-    """Locate the components in `path`, or next to it if `path` is one of the repository's folders.
+    """Locate the components in `path`. If `path` is one of the repository's folders, also look next
+    to it.
 
-    If the repository contains both decoders, the image decoder is used. Pass the folder of the
-    video decoder to use that one.
+    If the repository contains both decoders, the image decoder is used. To use the video decoder,
+    pass the folder of the video decoder.
 
     Raises:
         ValueError: `path` contains no decoder. The message is a single line that states what was
@@ -188,11 +192,12 @@ def find_layout(path: Path) -> LanceLayout:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether `path` is a Lance checkpoint. This check is cheap and never raises."""
+    """Return whether `path` is a Lance checkpoint. The check is cheap and never raises."""
     try:
         find_layout(path)
     except (ValueError, OSError):
-        # A damaged checkpoint also belongs to this family, so that `hf_config` reports the details.
+        # A damaged checkpoint is also attributed to this family, so that `hf_config` can report
+        # what is wrong with it.
         return (path / IMAGE_FOLDER).is_dir() or (path / VIDEO_FOLDER).is_dir()
     return True
 
@@ -201,8 +206,8 @@ def hf_config(path: Path) -> dict[str, Any]:
     """Return the fields of vLLM's config object for this checkpoint, with values of JSON types.
 
     The checkpoint needs no weight files. In addition to the keys that vLLM reads, the result has
-    the key `lance`, which contains `llm` and `vision` (configs as stored), `max_latent_frames` and
-    `vae_dims`.
+    the key `lance`. Its value contains `llm` and `vision` (the configs as stored),
+    `max_latent_frames` and `vae_dims`.
     """
     layout = find_layout(path)
     llm, vision = layout.llm_config(), layout.vision_config()

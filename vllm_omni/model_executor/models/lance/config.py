@@ -2,9 +2,9 @@
 """Architecture of a Lance checkpoint (`LanceConfig`), constants (`LanceDefaults`) and serving
 options (`LanceOptions`).
 
-The architecture comes from `llm_config.json`, the vision tower's `config.json` and the header of
-the weights; a value that this code does not implement is an error. Public implementations of Lance
-differ, and the option `convention` selects the one to follow (`CONVENTIONS`).
+The architecture is read from `llm_config.json`, the vision tower's `config.json` and the header of
+the weight file; a value that this code does not implement is an error. Public implementations of
+Lance differ from each other, and the option `convention` selects the one to follow (`CONVENTIONS`).
 """
 
 from collections.abc import Mapping
@@ -33,8 +33,8 @@ TASKS: tuple[Task, ...] = (
     "x2t_image",
     "x2t_video",
 )
-"""Tasks of the original. In addition, this package supports `t2t`, a conversation without an
-image.
+"""Tasks of the original. In addition, this package supports `t2t`, a conversation that consists of
+text only.
 """
 READING_TASKS: tuple[Task, ...] = ("x2t_image", "x2t_video", "t2t")
 """Tasks of understanding requests, which generate text."""
@@ -65,11 +65,11 @@ class LanceDefaults:
     cfg_renorm_type: str = "global"
     """Renormalisation of the guided velocity; see `ClassifierFreeGuidance.renorm`."""
     cfg_renorm_min: float = 0.0
-    """Smallest factor of the renormalisation."""
+    """Lower bound on the factor by which the renormalisation scales the velocity."""
     seed: int = 42
     """Seed of requests that do not set one."""
     max_text_tokens: int = 256
-    """Number of text tokens of understanding requests that do not set a limit."""
+    """Maximum number of text tokens for understanding requests that do not set a limit."""
     fps: float = 12.0
     """Frame rate of generated videos, and the rate at which input videos are sampled."""
     video_seconds: float = 6.0
@@ -88,7 +88,7 @@ DEFAULTS = LanceDefaults()
 @dataclass(frozen=True)
 class VisionConfig:
     """Architecture of the Qwen2.5-VL vision tower, with the field names of transformers. The
-    defaults are those of the release.
+    defaults describe the released tower.
     """
 
     depth: int = 32
@@ -112,7 +112,7 @@ class VisionConfig:
     fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
     """Indices of the layers that attend to all tokens instead of a window."""
     out_hidden_size: int = 2048
-    """Width of the embeddings that the tower returns, which is that of the decoder."""
+    """Width of the embeddings that the tower returns. It equals the width of the decoder."""
     tokens_per_second: int = 2
     """Number of temporal positions per second of video."""
     hidden_act: str = "silu"
@@ -132,8 +132,8 @@ class VisionConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "VisionConfig":
-        """Read the architecture from a Qwen2.5-VL vision config. Other keys of the config are
-        ignored, because they do not affect inference.
+        """Read the architecture from a Qwen2.5-VL vision config. Keys without a field are ignored,
+        because they do not affect inference.
         """
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         if "in_channels" not in known and "in_chans" in values:
@@ -153,7 +153,8 @@ class VisionConfig:
 @dataclass(frozen=True)
 class LanceConfig:
     """Architecture of the decoder with its two experts and of the latent projections. The defaults
-    are those of the released 3B model."""
+    describe the released 3B model.
+    """
 
     hidden_size: int = 2048
     """Width of the decoder."""
@@ -172,7 +173,7 @@ class LanceConfig:
     mrope_section: tuple[int, int, int] = (16, 24, 24)
     """Number of rotary frequencies for time, height and width."""
     vocab_size: int = 151936
-    """Number of entries of the text embedding."""
+    """Number of entries in the text embedding table."""
     max_latent_size: int = DEFAULTS.max_latent_size
     """Number of latent rows, and of latent columns, in the position table."""
     max_latent_frames: int = 1
@@ -232,10 +233,10 @@ class LanceConfig:
         Args:
             values: Content of `llm_config.json` (Qwen2.5-VL keys). Empty for the released config.
             vision: Config of the vision tower. Empty for the released config.
-            latent: `max_latent_size` and `max_latent_frames`.
+            latent: The fields `max_latent_size` and `max_latent_frames`.
 
         Raises:
-            ValueError: Values are not supported. The message names each of them.
+            ValueError: Some values are not supported. The message names each unsupported value.
         """
         for key, allowed in _REQUIRED.items():
             if key in values and values[key] not in allowed:
@@ -287,7 +288,7 @@ _SPECIAL_KEYS = {
 class LanceChoices:
     """Settings in which the public implementations of Lance differ.
 
-    The defaults follow the original's code path with a cache, with two exceptions.
+    The defaults follow the original's code path that uses a K/V cache, with two exceptions.
     """
 
     drawing_prompt: Literal["template", "wrapped"] = "template"
@@ -296,15 +297,15 @@ class LanceChoices:
     """
     uncond_context: Literal["template", "empty"] = "template"
     """Unconditional context for text-to-image and text-to-video: the chat template without the
-    user's text (`template`), or no chat template (`empty`). An empty context has no tokens for an
-    image, and <|im_start|><|im_end|> for a video. A negative prompt is placed between these two
-    tokens.
+    user's text (`template`), or no chat template (`empty`). An empty context has no tokens if an
+    image is generated, and consists of <|im_start|><|im_end|> if a video is generated. A negative
+    prompt is placed between these two tokens.
     """
     edit_apostrophe: Literal["typographic", "ascii"] = "typographic"
     """Apostrophe in the system prompts of edits: U+2019 (`typographic`) or `ascii`."""
     uncond_positions: Literal["cond", "own"] = "cond"
-    """Positions of the tokens after the user's text in the unconditional context: those of the
-    conditional context (`cond`, as in the published results) or recomputed (`own`).
+    """Positions, in the unconditional context, of the tokens after the user's text: the same as in
+    the conditional context (`cond`, as in the published results), or recomputed (`own`).
     """
     i2v_noise_place: Literal["behind_text", "before_text"] = "behind_text"
     """First position of the generated block in image-to-video: after all text (`behind_text`),
@@ -315,8 +316,8 @@ class LanceChoices:
     (`bucket`), or Qwen2-VL's resize of each frame, up to `max_num_frames` frames (`smart_resize`).
     """
     understanding_vit_time: Literal["running", "origin"] = "running"
-    """Temporal positions of the vision block in understanding requests: they continue those of the
-    text (`running`), or start at 1000 (`origin`).
+    """Temporal positions of the vision block in understanding requests: they continue the positions
+    of the text (`running`) or start at 1000 (`origin`).
     """
     position_table: Literal["computed", "checkpoint"] = "computed"
     """3-D table of latent positions: computed (`computed`), or read from the checkpoint
@@ -349,7 +350,7 @@ CONVENTIONS: Final[dict[Convention, LanceChoices]] = {
 
 
 class LanceOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Serving options of Lance: those of `ModelOptions` and the fields below."""
+    """Serving options of Lance: the fields of `ModelOptions` and those defined here."""
 
     convention: Convention = "original"
     """Public implementation to follow where implementations differ: `original` (the default) or
@@ -369,7 +370,7 @@ class LanceOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "LanceOptions":
-        """Parse `omni.model`.
+        """Parse the options in `omni.model`.
 
         Raises:
             ValueError: An option is invalid. The message contains its key and the allowed values.

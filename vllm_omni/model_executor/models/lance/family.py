@@ -33,8 +33,8 @@ def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
 
 
 def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
-    """Return the capabilities of a checkpoint. The video checkpoint also generates images, but
-    in other sizes than the image checkpoint.
+    """Return the capabilities of a checkpoint. The video checkpoint also generates images, but at
+    sizes other than those of the image checkpoint.
     """
     options, lance = LanceOptions.parse(omni.model), lance_config(config["lance"])
     videos = lance.makes_video

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resizes images and clips of any size to the sizes on which the model was trained. The resize runs
+"""Resizes images and clips of any size to the sizes on which the model was trained. Resizing runs
 on the model's device.
 
 Each preset has six sizes ("buckets") with different aspect ratios and about the same area. An image
-is assigned to the bucket with the nearest aspect ratio. It is center-cropped to this ratio, resized
-with antialiased bicubic filtering and, for the vision tower, cropped to whole patches. The
-alternative for input clips, Qwen2-VL's resize, comes from transformers.
+is assigned to the bucket with the nearest aspect ratio. The image is center-cropped to this aspect
+ratio, resized with antialiased bicubic filtering and, for the vision tower, cropped to whole
+patches. For input clips, Qwen2-VL's resize from transformers is available as an alternative.
 """
 
 # T frames, H height, W width; sizes are (height, width) in pixels
@@ -30,7 +30,7 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 @dataclass(frozen=True)
 class SizePreset:
-    """Area of a preset's buckets, given as the side of a square with this area."""
+    """Area of a preset's buckets, given as the side of a square with the same area."""
 
     vae: int
     """Side of the square in pixels for the latent encoder."""
@@ -54,7 +54,7 @@ def buckets(side: int, multiple: int, max_side: int | None = None) -> tuple[Size
 
     Args:
         side: Side of the square with the area of the buckets, in pixels.
-        multiple: Number by which heights and widths are divisible (28 for the vision tower).
+        multiple: Number by which all heights and widths are divisible (28 for the vision tower).
         max_side: Maximum height and width in pixels, or None for no limit.
     """
     sizes = []
@@ -96,7 +96,7 @@ def fit(frames_THWC: torch.Tensor, resized: Size, final: Size | None = None) -> 
     """Crop uint8 frames [T, H, W, 3] to the aspect ratio of `resized`, resize them, and centre-crop
     them to `final`.
 
-    The resize is bicubic with antialiasing. As in Pillow, values are rounded to integer levels.
+    Resizing is bicubic with antialiasing. As in Pillow, values are rounded to integer levels.
 
     Returns:
         Frames [3, T, h, w], fp32, with values from 0 to 255.
@@ -126,10 +126,10 @@ def for_vae(frames_THWC: torch.Tensor, size: Size) -> torch.Tensor:
 
 
 def for_vit(frames_THWC: torch.Tensor, preset: SizePreset | None) -> torch.Tensor:
-    """Convert uint8 frames to fp32 pixels [3, T, h, w] for the vision tower. They are normalised
-    with CLIP's mean and standard deviation.
+    """Convert uint8 frames to fp32 pixels [3, T, h, w] for the vision tower. The pixels are
+    normalised with CLIP's mean and standard deviation.
 
-    `preset` is the preset of the bucket. If it is None, Qwen2-VL's `smart_size` scales both sides
+    `preset` determines the buckets. If it is None, the frames are scaled to Qwen2-VL's `smart_size`
     without cropping.
     """
     size = (frames_THWC.shape[1], frames_THWC.shape[2])
@@ -150,8 +150,8 @@ def for_vit(frames_THWC: torch.Tensor, preset: SizePreset | None) -> torch.Tenso
 
 @cache
 def smart_limits() -> tuple[int, int]:
-    """Return the minimum and the maximum number of pixels per frame after a resize by Qwen2-VL's
-    video processor.
+    """Return the minimum and maximum number of pixels to which Qwen2-VL's video processor resizes a
+    frame.
     """
     # Imported lazily, because the command line uses only buckets.
     from transformers import Qwen2VLVideoProcessor
@@ -173,8 +173,8 @@ def smart_size(size: Size) -> Size:
 
 
 def sampled_frames(num_frames: int, fps: float | None) -> torch.Tensor:
-    """Return the indices of a clip's frames that the model receives, int64. The selection has 12
-    frames per second, lasts at most 6 s and contains 4 k + 1 frames.
+    """Return the indices of the frames of a clip that the model receives, int64. The selected
+    frames are spaced at 12 frames per second, span at most 6 s, and number 4 k + 1.
 
     `fps` is the frame rate of the clip. If it is None, the clip already has 12 frames per second.
     """
@@ -185,6 +185,6 @@ def sampled_frames(num_frames: int, fps: float | None) -> torch.Tensor:
     if count % FRAMES_PER_LATENT == 0:
         retained -= FRAMES_PER_LATENT
     retained = max(1, min(retained, num_frames))
-    if fps is None:  # no resampling, so the first frames are used
+    if fps is None:  # no resampling: use the first frames
         return torch.arange(min(retained, num_frames))
     return torch.linspace(0, num_frames - 1, retained, dtype=torch.float64).long()

@@ -89,7 +89,7 @@ from vllm_omni.model_executor.vllm_model import (
 )
 
 _MAX_GRAPHS = 16
-"""Maximum number of CUDA graphs. Each graph is for one composition of a batch."""
+"""Maximum number of CUDA graphs. There is one graph per composition of a batch."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class LanceSetup:
     quantization: QuantizationConfig | None = None
     """Quantization of the decoder's weights."""
     fast_paths: tuple[FastPath, ...] = ()
-    """Fast implementations that were considered for this setup, with the reason if one is not
+    """Fast implementations that were considered for this setup, each with the reason if it is not
     used.
     """
 
@@ -139,9 +139,9 @@ class LanceSetup:
             omni: Options of the server.
             dtype: Dtype of the decoder.
             parallel: Parallelism of this rank. Default: as in vLLM's process groups.
-            eager: Field of `ServedCheckpoint`.
+            eager: Value of `ServedCheckpoint.eager`.
             quantization: Quantization of the decoder's weights.
-            offloads: Field of `ServedCheckpoint`.
+            offloads: Value of `ServedCheckpoint.offloads`.
 
         Raises:
             ValueError: An option is invalid, or the tokenizer is missing.
@@ -156,7 +156,7 @@ class LanceSetup:
             )
         base, decoder_base = checkpoint["vae_dims"]
         compiled, graphs = compiles(options.compile, eager), launches_graphs(None, eager, offloads)
-        if parallel.size > 1:  # a graph cannot contain the collectives of a layer
+        if parallel.size > 1:  # a CUDA graph cannot contain a layer's collectives
             graphs = graphs.disabled("several ranks share the layers")
         return cls(
             config=lance_config(checkpoint),
@@ -174,7 +174,9 @@ class LanceSetup:
 
 @dataclass(eq=False)
 class LanceWork:
-    """Working set of a request: the generation of an image or video, or of text."""
+    """Working set of a request: either the generation of images or a video, or the generation of
+    text.
+    """
 
     task: Task
     """Task of the request."""
@@ -294,7 +296,7 @@ class Lance(nn.Module):
 
     def _new_cache(self, capacity: int, block: int) -> BranchCache:
         """Return a cache for a generation. With CUDA graphs, the cache is taken from the pool,
-        because graphs refer to the memory of earlier caches.
+        because captured graphs refer to the memory of pooled caches.
         """
         decoder, graphs = self.network.language_model, self.stepper.graphs
         if graphs is None:
@@ -401,8 +403,8 @@ class Lance(nn.Module):
     def warmup_inputs(self) -> list[Inputs]:
         """Return requests for the largest image and, if supported, the longest video.
 
-        The requests have one denoise step. With CUDA graphs, they have two, because the second step
-        is captured.
+        Each request has one denoise step, or two with CUDA graphs, because the second step is the
+        one that is captured.
         """
         options = self.options
         steps = 1 if self.stepper.graphs is None else 2
@@ -441,7 +443,7 @@ class Lance(nn.Module):
     # -- text -------------------------------------------------------------------------------------
 
     def _understanding_steps(self, understanding: UnderstandingChunk) -> int:
-        """Return the maximum number of engine steps that the chunk needs."""
+        """Return the maximum number of engine steps that a text chunk needs."""
         return -(-understanding.wanted // TOKENS_PER_STEP)
 
     def _response(

@@ -2,8 +2,8 @@
 """Validates Lance's requests.
 
 The functions convert the `DiffusionParams` and named tensors of one request to `GenerationInputs`
-or `UnderstandingInputs`. For an invalid value, they raise `RequestFailed` with the field, the value
-and the allowed values. They allocate nothing on the device.
+or `UnderstandingInputs`. If a value is invalid, they raise `RequestFailed` with the field, the
+value and the allowed values. The functions allocate nothing on the device.
 """
 
 import math
@@ -58,9 +58,9 @@ _MIN_SIDE, _MAX_SIDE = 28, 8192
 _MAX_CLIP_FRAMES = 7200
 _MAX_TURNS = 256
 _TEMPLATE_TOKENS = 64
-"""Upper bound of the number of tokens in the chat template."""
+"""Upper bound on the number of tokens in the chat template."""
 _TURN_TOKENS = 8
-"""Upper bound of the number of template tokens around each further message."""
+"""Upper bound on the number of template tokens around each additional message."""
 
 Unit = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
@@ -80,28 +80,30 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     task: Task | None = None
     """Task of the request. Default: derived from prompt, tensors, `num_frames` and `modalities`."""
     modalities: list[Literal["text", "image", "video"]] | None = None
-    """Kind of the result: `["text"]`, `["image"]` or `["video"]`. Default: derived from the
+    """Kind of output to generate: `["text"]`, `["image"]` or `["video"]`. Default: derived from the
     request.
     """
     resolution: str | None = None
-    """Preset that determines the size to which references are resized, a key of `PRESETS`. Default:
-    the preset of the task.
+    """Key in `PRESETS` of the preset that determines the size to which references are resized.
+    Default: the preset of the task.
     """
     origin_fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
     """Frame rate of the input video. Default: 12 frames per second, so no frame is dropped."""
     system_prompt: Annotated[str, msgspec.Meta(max_length=16384)] | None = None
     """System prompt. Default: the system prompt of the task."""
     cfg_text_scale: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
-    """Alias of `guidance_scale`: scale of guidance against the context without the user's text."""
+    """Alias of `guidance_scale`: scale of the guidance against the context without the user's text.
+    """
     cfg_img_scale: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
-    """Scale of guidance against the context without the reference, for edits. 1 disables this
-    guidance."""
+    """For edits, scale of the guidance against the context without the reference. 1 disables this
+    guidance.
+    """
     cfg_interval: tuple[Unit, Unit] = DEFAULTS.cfg_interval
     """Interval (low, high) of timesteps t with guidance: low < t <= high."""
     cfg_renorm_type: str | None = DEFAULTS.cfg_renorm_type
     """Renormalisation of the guided velocity: `global`, `channel` or `none`."""
     cfg_renorm_min: Unit = DEFAULTS.cfg_renorm_min
-    """Smallest factor of the renormalisation."""
+    """Lower bound on the factor by which the renormalisation scales the velocity."""
     timestep_shift: Annotated[float, msgspec.Meta(gt=0, le=100)] = DEFAULTS.timestep_shift
     """Shift of the timesteps."""
     step_cache: StepCache | None = None
@@ -111,23 +113,26 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     temperature: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.0
     """Temperature of token sampling. 0 selects the most likely token."""
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
-    """Total probability of the most likely tokens from which tokens are sampled. 1 includes all
-    tokens."""
+    """Nucleus sampling: tokens are sampled from the most likely tokens with this total probability.
+    1 includes all tokens.
+    """
     stop: Annotated[
         list[Annotated[str, msgspec.Meta(min_length=1, max_length=256)]],
         msgspec.Meta(max_length=16),
     ] = msgspec.field(default_factory=list)
     """Strings that end the generation and are not included in the result, at most 16."""
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Number of text tokens per request, if several requests of a session generate a text. Default:
-    one request generates the whole text.
+    """Number of text tokens per request, if several requests of a session generate one text
+    together. Default: a single request generates the whole text.
     """
     turns: Annotated[list[MessageOptions], msgspec.Meta(max_length=_MAX_TURNS)] = msgspec.field(
         default_factory=list
     )
     """Earlier messages of the conversation, at most 256."""
     picture_turn: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """Index in `turns` of the message with the image or video. Default: the prompt contains it."""
+    """Index in `turns` of the message that contains the image or video. Default: the prompt
+    contains the image or video.
+    """
 
 
 @dataclass(frozen=True)
@@ -139,13 +144,13 @@ class GenerationInputs:
     prompt: str
     """The user's text."""
     negative_prompt: str | None
-    """Text of the unconditional context, or None for no text."""
+    """User text of the unconditional context, or None for no text."""
     system_prompt: str | None
     """System prompt, or None for the system prompt of the task."""
     seed: int
     """Seed of the noise."""
     num_images: int
-    """Number of images, or 1 for a video."""
+    """Number of images to generate. It is 1 for a video."""
     num_steps: int
     """Number of denoise steps."""
     shift: float
@@ -187,8 +192,8 @@ class UnderstandingInputs:
     source: torch.Tensor | None
     """Image (T = 1) or video, uint8 [T, H, W, 3], or None for a request with text only."""
     preset: SizePreset | None
-    """Preset of the sizes to which `source` is resized for the vision tower, or None for the resize
-    of Qwen2-VL.
+    """Preset of the sizes to which `source` is resized for the vision tower, or None to resize as
+    Qwen2-VL does.
     """
     choice: TokenChoice
     """Settings of token sampling."""
@@ -201,7 +206,9 @@ class UnderstandingInputs:
     messages: tuple[ConversationMessage, ...] = ()
     """Earlier messages of the conversation."""
     image_message: int | None = None
-    """Index of the message with the image or video, or None if the prompt contains it."""
+    """Index of the message that contains the image or video, or None if the prompt contains the
+    image or video.
+    """
 
 
 def parse_request_options(params: DiffusionParams) -> RequestOptions:
@@ -232,8 +239,8 @@ def parse_request_options(params: DiffusionParams) -> RequestOptions:
 
 
 def possible_tasks(params: DiffusionParams, options: RequestOptions) -> tuple[Task, ...]:
-    """Return the possible tasks of a request according to its parameters. The tensors are not
-    needed.
+    """Return the tasks that a request may have, judging only by its parameters, not by its
+    tensors.
     """
     if options.task is not None:
         return (options.task,)
@@ -441,8 +448,8 @@ def read_question(
 
 
 def _retains_frames(task: Task, served: LanceOptions) -> bool:
-    """Return whether a clip is processed as in Qwen2-VL's video processor, which scales every frame
-    and does not crop.
+    """Return whether an input clip is processed like in Qwen2-VL's video processor, which uses and
+    scales every frame without cropping.
     """
     return task == "x2t_video" and served.choices.understanding_video == "smart_resize"
 
@@ -534,8 +541,8 @@ def largest_needs(
     config: LanceConfig,
     served: LanceOptions,
 ) -> tuple[int, int]:
-    """Return upper bounds of the cache slots and the latent tokens of a request, without reading
-    its tensors.
+    """Return upper bounds on the number of cache slots and latent tokens of a request, without
+    reading its tensors.
 
     Args:
         params: Parameters of the request.

@@ -66,8 +66,8 @@ def generation_grid(
 
 
 def default_size(video: bool, served: LanceOptions) -> Size:
-    """Return the default size of the release. If this server does not allow it, return the
-    largest square that it allows.
+    """Return the default size of the released model or, if this server does not allow that size,
+    the largest square that the server allows.
     """
     size, limit = (
         (DEFAULTS.video_size, served.max_video_pixels)
@@ -94,7 +94,7 @@ def _size(height: int, width: int, video: bool, config: LanceConfig, limit: int)
 
 
 def reference_grid(shape: tuple[int, ...], preset: SizePreset, config: LanceConfig) -> Grid:
-    """Return the latent grid of a reference of shape [T, H, W, 3], which is that of the nearest
+    """Return the latent grid for a reference of shape [T, H, W, 3]. It is the grid of the nearest
     bucket.
     """
     sizes = buckets(preset.vae, LATENT_MULTIPLE, config.max_side)

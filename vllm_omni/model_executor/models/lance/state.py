@@ -4,7 +4,7 @@
 Image and video requests leave no state. If several requests generate a text
 (`options.chunk_tokens`), the session retains the K/V cache of the prompt and the text, and each
 further request continues the text. A request that is aborted or fails leaves the session unchanged,
-because its cache entries are beyond the committed length.
+because the cache entries that it has written lie beyond the committed length.
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from vllm_omni.model_executor.models.lance.tasks.understanding import (
 
 @dataclass(frozen=True)
 class TextReply:
-    """State of a text between two of the requests that generate it."""
+    """State of a partly generated text between two of the requests that generate the text."""
 
     task: Task
     """Task of the first request."""

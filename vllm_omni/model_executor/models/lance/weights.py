@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor names and shapes of Lance checkpoints, and strict loading.
 
-`model.safetensors` contains the decoder and the latent projections (1021 tensors in the release).
-The file of the video checkpoint also contains the vision tower (390 more tensors, `vit_model.*`).
-`checkpoint.py` locates the files.
+`model.safetensors` contains the decoder and the latent projections (1021 tensors in the released
+model). In the video checkpoint, this file also contains the vision tower (390 more tensors,
+`vit_model.*`). `checkpoint.py` locates the files.
 """
 
 import logging
@@ -50,7 +50,7 @@ _EXPERT_TENSORS = {
     "input_layernorm{e}.weight": ("D",),
     "post_attention_layernorm{e}.weight": ("D",),
 }
-"""Tensors of a layer, which exist once for each expert.
+"""Tensors of a layer. Each of them exists once per expert.
 
 The letters are D width, Q query channels, KV key/value channels, H head dim and F feed-forward
 width.
@@ -77,8 +77,8 @@ channels and P positions (frames x size x size).
 
 
 def network_shapes(config: LanceConfig) -> dict[str, Shape]:
-    """Return the shape of every tensor in a `model.safetensors`, by name, without the vision tower.
-    The release has 1021 of these tensors.
+    """Return the shape of every tensor in a `model.safetensors`, by name, except for the vision
+    tower's tensors. The released model has 1021 of them.
     """
     sizes = {
         "D": config.hidden_size,
@@ -101,8 +101,8 @@ def network_shapes(config: LanceConfig) -> dict[str, Shape]:
 
 @cache
 def vision_shapes(config: VisionConfig) -> Mapping[str, Shape]:
-    """Return the shape of every tensor of the vision tower, by name without prefix. The release has
-    390 of these tensors.
+    """Return the shape of every tensor of the vision tower, by name without prefix. The released
+    tower has 390 tensors.
     """
     with torch.device("meta"):
         return shapes_of(VisionTower(config).tower)
@@ -110,8 +110,8 @@ def vision_shapes(config: VisionConfig) -> Mapping[str, Shape]:
 
 @cache
 def vae_shapes(config: VAEConfig) -> Mapping[str, Shape]:
-    """Return the shape of every tensor of the autoencoder, by diffusers' name. The release has 196
-    of these tensors.
+    """Return the shape of every tensor of the autoencoder, by diffusers' name. The released
+    autoencoder has 196 tensors.
     """
     with torch.device("meta"):
         return shapes_of(LanceWanVAE(config).vae)
@@ -123,7 +123,7 @@ def bundles_vision(source: TensorSource) -> bool:
 
 def load_network(network: LanceNetwork, source: TensorSource, config: LanceConfig) -> None:
     """Load the heads and columns of the decoder that belong to this rank. If the file also contains
-    a vision tower, the names and shapes of its tensors are only validated.
+    a vision tower, this function only validates the names and shapes of the tower's tensors.
     """
     expected = network_shapes(config)
     if bundles_vision(source):
@@ -150,10 +150,10 @@ def load_vision(
     separate: TensorSource | None,
     bundled: TensorSource | None,
 ) -> None:
-    """Load the vision tower from its own file, or from the decoder's file if there is none.
+    """Load the vision tower from its own file or, if it has none, from the decoder's file.
 
     If both files contain the tower, a few tensors are compared. A difference causes a warning,
-    because the tower was frozen in training.
+    because the tower was frozen during training, so both copies should be equal.
 
     Raises:
         ValueError: Neither file contains the tower.

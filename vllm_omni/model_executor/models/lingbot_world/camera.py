@@ -2,19 +2,20 @@
 """Converts camera poses or held keys to the camera map that conditions the transformer.
 
 A pose is a 4x4 camera-to-world matrix with OpenCV axes (x right, y down, z forward). The
-transformer is conditioned on the camera's motion from one latent frame to the next. The relative
-poses, with translations divided by a scale, are converted to one ray per pixel (origin and unit
-direction). The map of a chunk is computed in fp64 and rounded once to fp32. Maths:
-Robbyant/lingbot-world @ a43bec7, wan/utils/cam_utils.py and wasd_ijkl_to_c2ws.py.
+transformer is conditioned on the camera's motion from one latent frame to the next. The
+translations of the relative poses are divided by a scale, and the poses are then converted to one
+ray per pixel (origin and unit direction). The map of a chunk is computed in fp64 and rounded once
+to fp32. Maths: Robbyant/lingbot-world @ a43bec7, wan/utils/cam_utils.py and wasd_ijkl_to_c2ws.py.
 
-Two conventions differ in the reference pose of a chunk's first frame and in the scale:
+There are two conventions. They differ in the reference pose of a chunk's first frame and in the
+scale:
 
 - interactive: the reference is the last pose of the previous chunk, so the action of every frame
   takes effect; the scale is constant.
-- trajectory: there is no reference (the first frame of the clip does not move); the scale is the
+- trajectory: the first frame of the clip has no reference pose and does not move; the scale is the
   largest translation in the clip.
 
-`request.py` combines the two conventions according to the server's options.
+`request.py` selects the reference pose and the scale according to the server's options.
 """
 
 # N frames; poses_N44 camera-to-world; intrinsics_N4 = fx, fy, cx, cy in pixels
@@ -106,18 +107,18 @@ class CameraTail:
     pose_44: torch.Tensor
     """Latest pose of the camera, in the session's coordinates."""
     pitch_degrees: float
-    """Pitch accumulated by look keys, in degrees."""
+    """Pitch of the camera, in degrees."""
     largest_step: float = 0.0
-    """Longest translation between consecutive latent frames so far."""
+    """Longest translation between consecutive latent frames of the session so far."""
     start: "WorldStart | None" = None
-    """Start of the session in the world's coordinates, or None if it is unknown."""
+    """Conversion to the world's coordinates, or None if the session's world pose is unknown."""
 
     def after(self, relative_F44: torch.Tensor, before: "CameraTail | None") -> "CameraTail":
         """Return a copy of this state with an updated `largest_step`.
 
         Args:
             relative_F44: Relative poses of the chunk, before they are scaled.
-            before: State before the chunk. None: this is the first chunk.
+            before: State before the chunk, or None for the first chunk.
         """
         sofar = 0.0 if before is None else before.largest_step
         return replace(self, largest_step=max(sofar, _largest_step(relative_F44)))
@@ -128,8 +129,8 @@ class CameraTail:
 
     @classmethod
     def in_world(cls, world_44: torch.Tensor, metres_per_unit: float) -> "CameraTail":
-        """Return the camera at the start of a session that uses the world's coordinates. The
-        position is converted to the session's units.
+        """Return the camera state at the start of a session that uses the world's coordinates. The
+        position is converted from metres to the session's units.
         """
         pose_44 = world_44.clone()
         pose_44[:3, 3] /= metres_per_unit
@@ -137,7 +138,9 @@ class CameraTail:
 
     @classmethod
     def at(cls, pose_44: torch.Tensor, start: WorldStart | None = None) -> "CameraTail":
-        """Return the camera at an uploaded pose. Its pitch is the angle above the horizon."""
+        """Return the camera state for an uploaded pose. The pitch is the angle of the pose above
+        the horizon.
+        """
         return cls(pose_44.clone(), pitch_of(pose_44), start=start)
 
 
@@ -145,8 +148,8 @@ class CameraTail:
 
 
 def read_controls(actions: Sequence[ActionEntry], num_frames: int) -> ActionFrames:
-    """Validate `actions`, which have one entry per latent frame. The camera rests in frames without
-    an entry.
+    """Validate `actions`, a sequence with one entry per latent frame. The camera is at rest in
+    frames without an entry.
 
     Raises:
         RequestFailed: An action is invalid (`invalid_action`).
@@ -157,7 +160,9 @@ def read_controls(actions: Sequence[ActionEntry], num_frames: int) -> ActionFram
 
 
 def read_keys(actions: Sequence[ActionEntry], num_frames: int) -> list[str]:
-    """Return the sorted held keys of each frame as one string. Raises like `read_controls`."""
+    """Return the held keys of each frame, sorted, as one string. Raises the same errors as
+    `read_controls`.
+    """
     return ["".join(sorted(held)) for held in read_controls(actions, num_frames).held(ACTION_SPACE)]
 
 
@@ -182,7 +187,7 @@ def motions_of(actions: ActionFrames) -> list[CameraMotion]:
 
 
 def read_flags(action: torch.Tensor, num_frames: int) -> torch.Tensor:
-    """Validate the flags (0 or 1) of the keys w a s d in each video frame.
+    """Validate a client's flags (0 or 1) for the keys w a s d in each video frame.
 
     Returns:
         The flags as an fp64 tensor `[num_frames, 4]` on the CPU.
@@ -210,8 +215,8 @@ def read_flags(action: torch.Tensor, num_frames: int) -> torch.Tensor:
 
 
 def held_flags(actions: ActionFrames) -> torch.Tensor:
-    """Return the flags of each frame in the format of `read_flags`. A movement axis that is not
-    zero counts as the key for its direction.
+    """Return the flags of each frame in the format of `read_flags`. A nonzero movement axis counts
+    as the key for the same direction.
     """
     axes = dict(zip(_AXIS_NAMES, actions.axes_NA.unbind(1), strict=True))
     pressed = {
@@ -228,7 +233,8 @@ def held_flags(actions: ActionFrames) -> torch.Tensor:
 
 
 def per_latent(per_pixel: torch.Tensor, frames: range) -> torch.Tensor:
-    """Select the values of some latent frames from the values of a chunk's video frames.
+    """Select, from the values of a chunk's video frames, the values that apply to its latent
+    frames.
 
     Latent frame i corresponds to video frame 4 i.
 
@@ -246,7 +252,8 @@ def integrate_actions(
     move: float = MOVE_UNIT,
     grid: OccupancyGrid | None = None,
 ) -> tuple[torch.Tensor, CameraTail]:
-    """Move the camera from `tail` by the held keys of each frame (`move_cameras`).
+    """Move the camera from `tail` by one step per frame, according to the held keys
+    (`move_cameras`).
 
     Returns:
         The pose of each frame, and the camera's state after the last frame.
@@ -281,8 +288,8 @@ def relative_poses(
 ) -> torch.Tensor:
     """Return each pose relative to the previous one, in the dtype of `poses_N44`.
 
-    `previous_44` is the pose before the first one. If it is None, the first relative pose is the
-    identity.
+    The first pose is relative to `previous_44`. If `previous_44` is None, the first relative pose
+    is the identity.
     """
     first = poses_N44[:1] if previous_44 is None else previous_44.unsqueeze(0)
     before = torch.cat((first, poses_N44[:-1]))
@@ -293,8 +300,8 @@ def relative_poses(
 
 
 def scaled_translations(relative_N44: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-    """Return the poses with translations divided by `scale`. If `scale` is None, the largest
-    translation is the divisor, unless it is zero.
+    """Return the poses with translations divided by `scale`. If `scale` is None, translations are
+    divided by the largest translation, unless that is zero.
     """
     if scale is None:
         scale = _largest_step(relative_N44) or 1.0
@@ -338,7 +345,7 @@ def camera_map(
 ) -> torch.Tensor:
     """Return the ray map [384, N, height/8, width/8], fp32, computed on `device` in `dtype`.
 
-    The components of every pixel's ray are its origin x y z and its unit direction x y z. `_fold`
+    Each pixel's ray has six components: its origin x y z and its unit direction x y z. `_fold`
     moves the pixels of each 8x8 cell into channels. `intrinsics_N4` are in output pixels.
     """
     relative_N44, intrinsics_N4 = _on(device, dtype, relative_N44, intrinsics_N4)
@@ -358,8 +365,9 @@ def action_map(
 ) -> torch.Tensor:
     """Return the control map of an `act` model, [448, N, height/8, width/8], fp32.
 
-    The map contains ray directions and the keys w a s d. Translations are ignored, and a key has
-    the same value in all pixels of a frame. The other arguments are those of `camera_map`.
+    The map contains ray directions and the keys w a s d. Translations are ignored, and the flag of
+    a key has the same value in all pixels of a frame. All arguments except `flags_N4` are those of
+    `camera_map`.
     """
     relative_N44, intrinsics_N4, flags_N4 = _on(
         device, dtype, relative_N44, intrinsics_N4, flags_N4
@@ -372,7 +380,9 @@ def action_map(
 def _on(
     device: torch.device | str, dtype: torch.dtype, *actions: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Copy host tensors to `device` in `dtype` without synchronising the host with the device."""
+    """Copy host tensors to `device` and convert them to `dtype`, without synchronising the host
+    with the device.
+    """
     return [to_device(each.to(dtype).contiguous(), torch.device(device)) for each in actions]
 
 

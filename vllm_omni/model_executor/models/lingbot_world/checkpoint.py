@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Locates the components of a LingBot World checkpoint.
 
-The checkpoint may have the original, the v2 or the diffusers layout, or all files in one folder. If
-the transformer has no `config.json`, its sizes are read from the headers of its weight files. This
-module only locates files; `weights.py` loads them. A missing component is an error only when it is
-needed (`require`). An engine with dummy weights can therefore start from config files only, and a
-stage that does not decode needs no VAE.
+The checkpoint may have the original, v2 or diffusers layout, or it may have all files in one
+folder. If the transformer has no `config.json`, its sizes are read from the headers of its weight
+files. This module only locates files; `weights.py` loads them. A missing component is an error only
+when the component is needed (`require`). Therefore, an engine with dummy weights can start from
+config files alone, and a pipeline stage that does not decode needs no VAE.
 """
 
 from dataclasses import dataclass
@@ -32,13 +32,13 @@ LAYOUTS = ("original", "diffusers", "v2", "v2_1_3b", "v2_pretrain", "act", "worl
 _FAST_FOLDERS = ("lingbot_world_fast", "Lingbot-World-Fast")
 _PRETRAIN_FOLDER = "transformer_causal"
 _TRANSFORMER_FOLDERS = (*_FAST_FOLDERS, "transformers", _PRETRAIN_FOLDER, "transformer")
-"""Names of the transformer's folder in the layouts original v1 (both names are in use), original
-v2, v2 before distillation, and diffusers.
+"""Names of the transformer's folder: two names for the original v1 layout, then one each for
+original v2, v2 before distillation, and diffusers.
 """
 _SINGLE_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 _V1_WIDTH = LingBotWorldConfig.dim
 _V2_NAME = "lingbot-world-v2"
-"""Prefix of the directory names of v2; `_` and `-` are equivalent."""
+"""Text that identifies a v2 model in a directory name; `_` and `-` are equivalent."""
 
 _CLASSES = (
     "WanModelFast",
@@ -47,7 +47,9 @@ _CLASSES = (
     "LingBotWorldTransformer3DModel",
 )
 _NOT_FAST = ("high_noise_model", "low_noise_model")
-"""The experts of the base model, which have the same keys but are neither distilled nor causal."""
+"""Folders of the base model's two experts, which have the same tensor names but are neither
+distilled nor causal.
+"""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class CheckpointLayout(WanComponents):
 
 
 def find_layout(path: Path) -> CheckpointLayout:
-    """Locate the components in `path`, or next to it if `path` is the transformer's folder.
+    """Locate the components in `path`. If `path` is the transformer's folder, also look next to it.
 
     Raises:
         ValueError: `path` contains no transformer. The message is a single line that states what
@@ -109,13 +111,14 @@ def find_layout(path: Path) -> CheckpointLayout:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether `path` is a LingBot World checkpoint in any layout. This check is cheap and
+    """Return whether `path` is a LingBot World checkpoint in any layout. The check is cheap and
     never raises.
     """
     try:
         find_layout(path)
     except (ValueError, OSError):
-        # A damaged checkpoint also belongs to this family, so that `hf_config` reports the details.
+        # A damaged checkpoint is also attributed to this family, so that `hf_config` can report
+        # what is wrong with it.
         return any((path / name).is_dir() for name in _FAST_FOLDERS)
     return True
 
@@ -123,7 +126,8 @@ def is_checkpoint(path: Path) -> bool:
 def hf_config(path: Path) -> dict[str, Any]:
     """Return `chunk_hf_config` of this checkpoint with `kind`, `version` and `mode`.
 
-    The checkpoint needs no weight files. An empty `transformer` config means the released model.
+    The checkpoint needs no weight files. An empty `transformer` config stands for the architecture
+    of the released model.
 
     Raises:
         ValueError: The transformer is missing, or its config is invalid.
@@ -156,7 +160,7 @@ def _version(folder: Path, path: Path) -> Version:
         return "v2"
     if folder.name in _TRANSFORMER_FOLDERS:
         return "v1"
-    # The names do not show the version. v1 was released in one width only.
+    # The folder names do not reveal the version, but v1 was released in only one width.
     values = _stated_config(folder)
     heads, head_dim = values.get("num_attention_heads", 0), values.get("attention_head_dim", 0)
     return "v2" if (values.get("dim") or heads * head_dim or _V1_WIDTH) != _V1_WIDTH else "v1"
@@ -184,8 +188,8 @@ def _stated_config(transformer: Path) -> dict[str, Any]:
 
 
 def _is_transformer(folder: Path) -> bool:
-    """Return whether `folder` contains a LingBot World transformer. The config decides. Without a
-    config that identifies the model, the folder's name and the tensor names decide.
+    """Return whether `folder` contains a LingBot World transformer. If the config identifies a
+    model, the config decides. Otherwise, the folder's name and the tensor names decide.
     """
     if not folder.is_dir() or folder.name in _NOT_FAST:
         return False

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of a LingBot World checkpoint (`LingBotWorldConfig`) and its serving options
+"""The architecture of a LingBot World checkpoint (`LingBotWorldConfig`) and its serving options
 (`LingBotOptions`).
 
-The architecture comes from the checkpoint. Unknown keys and unsupported values are errors. The
-options come from `additional_config["omni"]["model"]`.
+The architecture is read from the checkpoint. Unknown keys and unsupported values are errors. The
+options are read from `additional_config["omni"]["model"]`.
 """
 
 from collections.abc import Mapping
@@ -57,11 +57,11 @@ _WINDOW = 18
 
 @dataclass(frozen=True)
 class LingBotWorldConfig(ChunkTransformerConfig):
-    """Architecture of the causal transformer. The defaults are those of the released model with
-    18.5 billion parameters.
+    """Architecture of the causal transformer. The defaults describe the released model with 18.5
+    billion parameters.
 
-    The default of the original code, `local_attn_size = -1`, is not used, because the length of a
-    live session is unlimited.
+    The original code's default of global attention (`local_attn_size = -1`) is not used, because
+    the length of a live session is unlimited.
     """
 
     dim: int = 5120
@@ -106,7 +106,7 @@ class LingBotWorldConfig(ChunkTransformerConfig):
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "LingBotWorldConfig":
         """Read a transformer's `config.json`, with the original's or diffusers' keys. An empty
-        mapping means the released model.
+        mapping stands for the released model.
 
         Raises:
             ValueError: A key is unknown, or a value is not supported.
@@ -148,10 +148,10 @@ class LingBotChoices:
     residual_dtype: Literal["fp32", "model"] = "fp32"
     """Dtype of the residual stream: `fp32`, or the dtype of the `model` (faster, less accurate)."""
     camera_first_frame: Literal["moves", "stands", "stands_each_chunk"] = "moves"
-    """Motion of the first latent frame. With actions, the first frame of a session moves by its own
-    action (`moves`), or stands still as the reference for later frames (`stands`, as in SGLang).
-    With `stands_each_chunk`, the first frame of every chunk stands still, even if the client sends
-    poses, as in the extensions of PR 3701.
+    """Motion of the first latent frame. If the client sends actions, the first frame of a session
+    either moves by its own action (`moves`) or stands still as the reference for later frames
+    (`stands`, as in SGLang). With `stands_each_chunk`, the first frame of every chunk stands still,
+    even if the client sends poses, as in the extensions of PR 3701.
     """
     camera_scale: Literal["constant", "chunk_max", "session_max"] = "constant"
     """Divisor of camera translations: `camera.MOVE_UNIT` (`constant`), the largest translation in
@@ -166,8 +166,9 @@ class LingBotChoices:
     later_condition: LaterCondition = "streamed"
     """Conditioning of chunks after the first; see `LaterCondition`."""
     vae_continuation: Literal["cache", "restart"] = "cache"
-    """How the VAE decoder starts a chunk: from its cache (`cache`), or again from two latent frames
-    before the chunk (`restart`)."""
+    """How the VAE decoder starts a chunk: with the cache from the previous chunk (`cache`), or with
+    an empty cache, two latent frames before the chunk (`restart`).
+    """
     prompt_switch: Literal["refresh", "ignore"] = "refresh"
     """Effect of a new prompt during a session: it applies to the next chunk (`refresh`), or it is
     ignored after the first chunk (`ignore`).
@@ -226,7 +227,7 @@ PRESETS: Final[Mapping[PresetName, Preset]] = {
 
 
 class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Serving options of LingBot World: those of `StreamingOptions` and the fields below."""
+    """Serving options of LingBot World: the fields of `StreamingOptions` and those defined here."""
 
     presets: ClassVar[Mapping[PresetName, Preset]] = PRESETS
 
@@ -272,7 +273,7 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
     def of_checkpoint(
         cls, checkpoint: Mapping[str, Any], options: Mapping[str, Any]
     ) -> "LingBotOptions":
-        """Parse `omni.model` for a checkpoint that `hf_config` describes.
+        """Parse the options in `omni.model` for a checkpoint that `hf_config` describes.
 
         For the model before distillation (`mode` `pretrain`), attention is global unless
         `window_frames` is set.
@@ -318,7 +319,7 @@ def resolve_plan(config: LingBotWorldConfig, options: LingBotOptions) -> ChunkPl
     """Return the chunk sizes of a session and the size of its K/V window.
 
     Raises:
-        ValueError: The options do not fit the model.
+        ValueError: The options are not valid for this model.
     """
     return resolve_chunks(
         options,

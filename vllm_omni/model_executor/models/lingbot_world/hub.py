@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face repositories of the released LingBot World models.
 
-Fast (v1) is in the original layout, and v2 is in its own layouts. Download sizes are taken from the
-file lists of the repositories, or for v2 from the tensors. The weights of v2 are under CC BY-NC-SA
-4.0, and the user must accept that licence. Public statements about the licence of v1 differ; read
-its model card. The bidirectional model of v2 has no public code.
+The Fast (v1) repositories have the original layout, and the v2 repositories have layouts of their
+own. Download sizes are taken from the file lists of the repositories, or, for v2, computed from the
+tensors. The v2 weights are licensed under CC BY-NC-SA 4.0, which the user must accept. Public
+statements about the licence of v1 differ; read its model card. The bidirectional model of v2 has no
+public code.
 """
 
 import json
@@ -89,8 +90,8 @@ _CC_BY_NC_SA = (
 
 
 def _v2(*components: HubComponent) -> HubSource:
-    """Return a v2 source. It writes no `config.json`, because missing sizes are read from the
-    tensors.
+    """Return the source of a v2 download. No `config.json` is written for v2, because missing sizes
+    are derived from the tensor shapes.
     """
     return HubSource(components, licence=_CC_BY_NC_SA)
 

@@ -67,7 +67,7 @@ Request = DiffusionRequest[LingBotSession, LingBotChunk]
 
 
 class WorldSetup(WanChunkSetup[LingBotWorldConfig, LingBotOptions]):
-    """Constructor argument of `LingBotWorld`, read from `hf_config(...)["lingbot_world"]`."""
+    """Constructor argument of `LingBotWorld`. It is read from `hf_config(...)["lingbot_world"]`."""
 
     read_stream = staticmethod(read_stream)
 
@@ -75,7 +75,7 @@ class WorldSetup(WanChunkSetup[LingBotWorldConfig, LingBotOptions]):
 
     @property
     def world(self) -> ServedWorld | None:
-        """Read the world of a `world` model from its files. None for other control types.
+        """Load the world of a `world` model from its files. Return None for other control types.
 
         Raises:
             ValueError: The files are missing or invalid.
@@ -84,8 +84,8 @@ class WorldSetup(WanChunkSetup[LingBotWorldConfig, LingBotOptions]):
 
 
 class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
-    """The LingBot World model on one rank. It implements `SupportsStepExecution` for the components
-    and layers of this rank.
+    """The components and layers of LingBot World on one rank. The class implements
+    `SupportsStepExecution`.
     """
 
     session_type = LingBotSession
@@ -102,8 +102,8 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
         self.text_encoder, self.image_encoder, self.transformer, self.prompts = build_networks(
             setup, LingBotTransformer, residual_fp32=choices.residual_dtype == "fp32"
         )
-        # Decoding one frame at a time halves the memory of a decode, apart from its cache. On a
-        # CPU, decoding all frames at once is faster.
+        # Decoding one frame at a time halves the memory that a decode needs in addition to its
+        # cache. On a CPU, decoding all frames at once is faster.
         frames_per_call = 1 if self.transformer.device.type == "cuda" else None
         self.vae, self.tiny_vae, self.decoder = build_autoencoders(
             setup,
@@ -188,8 +188,8 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
         noise = ChunkNoise(size, inputs.seed, session.chunk_index, device)
         with request.timer.stage("condition"):
             y, condition = self._condition(inputs.image, session, frames)
-        # The prompt is encoded after `y` is launched, because the host can then launch the text
-        # encoder's small kernels while the device computes `y`.
+        # The prompt is encoded after the kernels for `y` are launched, so that the host launches
+        # the text encoder's small kernels while the device computes `y`.
         text, known = encode_prompt(request, inputs.prompt, session, self.text_encoder, device)
         with request.timer.stage("camera"):
             rays = self._camera_map(inputs, shape)
@@ -219,7 +219,7 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
         self, batch: Sequence[Request], hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Run `StreamingModel.denoise_step`. After the last pass of a chunk, free the camera
-        modulation, which is several GiB at full size.
+        modulation, which takes up several GiB for the released model.
         """
         prediction = super().denoise_step(batch, hidden)
         for request in batch:
@@ -246,7 +246,9 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
     def _rest(
         self, inputs: ChunkInputs, session: LingBotSession, frames: range
     ) -> tuple[bool, RestState]:
-        """Return whether the chunk is omitted from the K/V window, and the rest state after it."""
+        """Return whether the chunk is omitted from the K/V window, and the rest state after the
+        chunk.
+        """
         if self.config.control_type != "world":
             return False, session.rest
         plan = session.plan
@@ -296,8 +298,8 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
             )
 
     def items(self, request: Request) -> list[CameraItem]:
-        """Return the batch entries of a chunk's forward pass. Models with guidance have two
-        entries.
+        """Return the batch entries of a chunk's forward pass: two for models with guidance,
+        otherwise one.
         """
         chunk = request.work
         assert isinstance(chunk.window, KVWindow) and chunk.cross_kv is not None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the memory and compute of LingBot World for `vllm-omni plan`. The camera layers and the
-conditioning on a start image are included."""
+"""Estimates the memory and compute that LingBot World requires, for `vllm-omni plan`. The estimates
+include the camera layers and the conditioning on a start image.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Final

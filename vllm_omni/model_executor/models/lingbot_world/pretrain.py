@@ -39,8 +39,9 @@ NEGATIVE_PROMPT = (
     "丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，"
     "杂乱的背景，三条腿，背景人很多，倒着走"
 )
-"""Wan 2.1's default negative prompt (Apache-2.0), preceded by the phrase for "sudden changes of the
-image"."""
+"""Wan 2.1's default negative prompt (Apache-2.0), with a phrase for "sudden changes of the image"
+added at the start.
+"""
 
 
 def unipc(shift: float, device: torch.device | str = "cpu") -> Any:
@@ -60,7 +61,8 @@ def unipc(shift: float, device: torch.device | str = "cpu") -> Any:
         use_flow_sigmas=True,
         flow_shift=shift,
     )
-    # The original's table of sigmas runs from 0.999 to 0, and that of diffusers from 1 to 0.001.
+    # The original's sigmas run from 0.999 to 0, whereas the sigmas of diffusers run from 1 to
+    # 0.001.
     sigmas = np.linspace(_SIGMA_MAX, 0.0, STEPS + 1)[:-1]
     solver.set_timesteps(num_inference_steps=STEPS, sigmas=sigmas, device=device)
     solver.set_begin_index(0)
@@ -76,12 +78,12 @@ def solver_step(solver: Any, step: int, latents: torch.Tensor, flow: torch.Tenso
 
 
 def guided(cond: torch.Tensor, uncond: torch.Tensor) -> torch.Tensor:
-    """Return the flow after classifier-free guidance with the scale `GUIDANCE`."""
+    """Apply classifier-free guidance with the scale `GUIDANCE` to the two predicted flows."""
     return uncond + GUIDANCE * (cond - uncond)
 
 
 class GuidedWindows(WindowSet):
-    """The K/V windows of a session for the prompt and for the negative prompt."""
+    """The two K/V windows of a session: one for the prompt and one for the negative prompt."""
 
     def __init__(self, cond: KVWindow, uncond: KVWindow) -> None:
         super().__init__({"cond.": cond, "uncond.": uncond})
@@ -94,7 +96,7 @@ class GuidedChunk(LingBotChunk):
     negative_text: torch.Tensor
     """Embeddings of the negative prompt."""
     solver: Any
-    """Solver of the chunk. It stores the multi-step history between denoise steps."""
+    """Solver of the chunk. It keeps the history of its multi-step method between denoise steps."""
 
     negative_kv: torch.Tensor | None = None
     """Cross-attention K/V of the negative prompt, or None until the first step computes it."""

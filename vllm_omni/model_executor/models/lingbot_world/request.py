@@ -42,7 +42,7 @@ _TENSORS: dict[ControlType, tuple[str, ...]] = {
 
 
 _ROUNDING = 1e-6
-"""Maximum difference between the elements of two poses that still count as equal. The limit is
+"""Two poses count as equal if none of their elements differ by more than this value. The value is
 greater than zero, because clients send poses in fp32.
 """
 
@@ -51,20 +51,19 @@ class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """`DiffusionParams.options` of one chunk."""
 
     camera_scale: float | None = None
-    """Divisor of the camera translations in this chunk. A client that has the whole path can send
-    the path's largest step, which is the original's normalisation. Default: the scale of the
-    server's `convention`.
+    """Divisor of the camera translations in this chunk. A client that knows the whole path can send
+    the length of the path's largest step, by which the original normalises. Default: the scale of
+    the server's `convention`.
     """
     start_pose: StartPose | None = None
     """World pose of the start image. Only the first chunk of a session in a world with poses may
-    set it. Default: the pose of the start image if the server recognises the image, otherwise
-    unknown.
+    set it. Default: the image's known pose if the server recognises the image, otherwise unknown.
     """
 
 
 @dataclass(frozen=True)
 class ChunkCamera:
-    """The validated camera of one chunk, with one value per latent frame."""
+    """The validated camera input of one chunk, with one value per latent frame."""
 
     relative_F44: torch.Tensor
     """Pose of each latent frame relative to the previous one."""
@@ -173,8 +172,8 @@ def _read_camera(
 ) -> ChunkCamera:
     """Read the camera of a chunk.
 
-    `start_44` is the world pose of the start image, or None if the pose is unknown or if this is
-    not the first chunk.
+    `start_44` is the world pose of the start image, or None if that pose is unknown or the chunk is
+    not the session's first.
     """
     frames, shape = session.next_frames(), session.shape
     first = session.chunk_index == 0
@@ -204,7 +203,7 @@ def _read_camera(
         if world is not None and start_44 is not None:
             origin = cam.CameraTail.in_world(start_44, world.metres_per_unit)
         motions = cam.motions_of(cam.read_controls(actions, len(frames)))
-        # In a world with poses, the camera of the first latent frame is that of the start image.
+        # In a world with poses, the session's first latent frame has the pose of the start image.
         stands = world is not None and first
         path, tail = _walk(motions[1:] if stands else motions, origin, world)
         if stands:
@@ -267,8 +266,8 @@ def _walk(
 def _read_flags(request: DiffusionRequest, session: LingBotSession) -> torch.Tensor:
     """Return the flags of the keys w a s d for each latent frame.
 
-    If the request has `actions`, the flags follow from the held keys. If it has poses, the flags
-    are read from the tensor `action`. Without this tensor, no key is held.
+    If the request contains `actions`, the flags are derived from the held keys. If it contains
+    poses, the flags are read from the tensor `action`; if that tensor is missing, no key is held.
     """
     frames = session.next_frames()
     action = request.tensors.get("action")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of a LingBot World session (`LingBotSession`) and working set of a chunk (`LingBotChunk`).
+"""The state of a LingBot World session (`LingBotSession`) and the working set of a chunk
+(`LingBotChunk`).
 
 In addition to the state of every streaming session, a LingBot World session stores the state of the
 camera and of the conditioning.
@@ -35,17 +36,17 @@ class RestState:
     """Decides which chunks are omitted from the K/V window because the camera is at rest.
 
     If the window filled with generated frames of a single pose, the video would drift, because each
-    frame repeats the errors of the frames before it. While the camera is at rest, each chunk is
-    therefore generated from the same window and is not written to it, and the next chunk uses the
-    same token positions. After a change of the prompt, chunks are written until the window, except
-    its sink frames, contains no frames of the previous prompt.
+    frame inherits the errors of the frames before it. While the camera is at rest, chunks are
+    therefore generated from an unchanged window, are not written to it, and all use the same token
+    positions. After a change of the prompt, chunks are written until the window, except its sink
+    frames, contains no frames of the previous prompt.
     """
 
     frames_at_pose: int = 0
     """Number of latent frames with the current pose in the window, excluding the session's first
     chunk."""
     frames_of_prompt: int = 0
-    """Number of latent frames written since the prompt changed."""
+    """Number of latent frames written to the window since the prompt changed."""
 
     def omits_chunk(self, *, moved: bool, same_prompt: bool, ring_frames: int) -> bool:
         """Return whether the next chunk is omitted from the K/V window.
@@ -60,8 +61,8 @@ class RestState:
         return rests and same_prompt and self.frames_of_prompt >= ring_frames
 
     def after_chunk(self, frames: int, *, moved: bool, same_prompt: bool) -> "RestState":
-        """Return the state after a chunk of `frames` latent frames is written to the window. The
-        flags are those of `omits_chunk`.
+        """Return the state after a chunk of `frames` latent frames has been written to the window.
+        `moved` and `same_prompt` are defined as in `omits_chunk`.
         """
         return RestState(
             0 if moved else self.frames_at_pose + frames,
@@ -88,7 +89,7 @@ class WorldCoordinates(ImageStartedPipeline):
 
 
 class LingBotScalars(ImageStartedScalars, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Scalars of a session's snapshot, in the format that `LingBotSession.scalars` writes."""
+    """Scalar values in a session's snapshot, in the format that `LingBotSession.scalars` writes."""
 
     pitch_degrees: float
     """Value of `CameraTail.pitch_degrees`."""
@@ -174,8 +175,8 @@ class ChunkInputs:
     """Whether the camera moves within the chunk, or between the previous chunk and this one."""
 
     def world_poses_of(self) -> list[list[float]] | None:
-        """Return x and z in metres and heading and pitch in degrees for each latent frame, or None
-        if the world pose is unknown.
+        """Return x, z (metres), heading and pitch (degrees) of each latent frame, or None if the
+        world pose is unknown.
         """
         if self.world_F44 is None:
             return None

@@ -2,10 +2,10 @@
 """The causal diffusion transformer of LingBot-World-Fast. One forward pass processes chunks of
 several sessions.
 
-The module contains the parameters and maths of this rank (a tensor-parallel shard, a pipeline
-stage, or a part of the tokens). It does not depend on sessions, requests or schedules, because each
-batch entry provides its K/V window, camera modulation and cross-attention K/V. Maths:
-Robbyant/lingbot-world @ a43bec7, wan/modules/model_fast.py.
+The module holds the parameters of one rank and implements the computation of that rank (a
+tensor-parallel shard, a pipeline stage, or a part of the tokens). It does not depend on sessions,
+requests or schedules, because each batch entry provides its own K/V window, camera modulation and
+cross-attention K/V. Maths: Robbyant/lingbot-world @ a43bec7, wan/modules/model_fast.py.
 
 The base classes are in `transformer/transformer.py` and, for the forward pass,
 `transformer/chunk_transformer.py`.
@@ -113,15 +113,16 @@ class CameraBlock(WanBlock):
 
 
 class LingBotTransformer(ImageTransformer[LingBotWorldConfig]):
-    """The layers of this rank. The constructor leaves parameters uninitialised, in torch's default
-    dtype and on its default device."""
+    """The transformer layers of one rank. The constructor creates uninitialised parameters in
+    torch's default dtype on torch's default device.
+    """
 
     block_type = CameraBlock
     moving_fields = (*ImageTransformer.moving_fields, "camera")
     steady_fields = (*ImageTransformer.steady_fields, "camera")
     int8_weights = ("blocks.*.cam_*",)
-    """Layers that use int8 weights instead of FP8. They run only once per chunk, and FP8 would
-    reduce the quality of the demo world by about 0.1 dB.
+    """Layers that use int8 weights instead of FP8. These layers run only once per chunk, and FP8
+    would reduce the quality of the demo world by about 0.1 dB.
     """
 
     def _add_layers(self) -> None:
@@ -142,13 +143,13 @@ class LingBotTransformer(ImageTransformer[LingBotWorldConfig]):
 
         The modulation is the same for all denoise steps of a chunk and takes up 3.57 GiB at
         480x832. Each layer has a separate tensor, because a single tensor would require a
-        contiguous free block of 3.57 GiB, and decoder caches fragment the memory. With tensor
-        parallelism, this is a collective operation.
+        contiguous free block of 3.57 GiB, which may not exist in memory fragmented by decoder
+        caches. With tensor parallelism, this is a collective operation.
 
         Args:
             camera: Control map [384 or 448, F, h, w].
-            world: World-pose features for the tokens of all ranks, fp32 [tokens, WORLD_FEATURES].
-                It is None if the model is not a `world` model.
+            world: World-pose features for the tokens of all ranks, fp32 [tokens, WORLD_FEATURES],
+                or None if the model is not a `world` model.
         """
         own = self.parallel.token_slice(self.num_tokens(camera))
         tokens = patchify(camera)[own]

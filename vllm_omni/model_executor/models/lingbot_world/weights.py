@@ -28,8 +28,8 @@ CAMERA_TENSOR = "patch_embedding_wancamctrl.weight"
 """Name of a tensor that exists in LingBot World transformers but in no other Wan transformer."""
 
 TRANSFORMER_TENSORS: dict[str, Sizes] = {
-    # The order determines which random values each tensor of a tiny checkpoint gets from a seed.
-    # The camera's tensors follow the patch embedding.
+    # The order of the entries determines which random values each tensor of a tiny checkpoint gets
+    # for a given seed. The camera's tensors come directly after the patch embedding.
     **{
         name: shape
         for name, shape in wan.TRANSFORMER_TENSORS.items()
@@ -43,8 +43,8 @@ TRANSFORMER_TENSORS: dict[str, Sizes] = {
     "c2ws_hidden_states_layer2.bias": ("D",),
     **wan.TRANSFORMER_TENSORS,
 }
-"""Tensors outside the blocks: those of every Wan transformer and those of the camera. C is the
-number of folded camera channels.
+"""Tensors outside the blocks: the tensors that every Wan transformer has, and the camera's tensors.
+C is the number of folded camera channels.
 """
 
 WORLD_TENSORS: dict[str, Sizes] = {
@@ -71,7 +71,7 @@ BLOCK_TENSORS: dict[str, Sizes] = {
         for kind in ("weight", "bias")
     },
 }
-"""Tensors of each block: those of every Wan transformer and those of the camera."""
+"""Tensors of each block: the tensors that every Wan transformer has, and the camera's tensors."""
 
 
 def transformer_shapes(config: LingBotWorldConfig) -> dict[str, Shape]:
@@ -120,7 +120,7 @@ def load_transformer(transformer: nn.Module, path: Path, config: LingBotWorldCon
 
 def adapter_target(transformer: nn.Module, config: LingBotWorldConfig) -> AdapterTarget:
     """Return the transformer as a target of LoRA adapters."""
-    # Imported here, because the description of a checkpoint does not require this module.
+    # Imported here, because code that only describes a checkpoint does not need this module.
     from vllm_omni.model_executor.models.wan.transformer.layers import PatchEmbedding
 
     return AdapterTarget(

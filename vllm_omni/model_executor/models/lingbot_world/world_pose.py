@@ -2,10 +2,11 @@
 """Computes features of the camera's world pose, which a transformer with control type `world`
 receives in addition to the camera's motion.
 
-Each token has the directions, in world axes, of the rays through 4 x 4 points of its 16 x 16
-pixels. Each latent frame has the sines and cosines of the position at the first eight harmonics of
-the world's period, and a flag that is set if the pose is known. If the pose is unknown, all
-features are zero. This module depends only on torch, because training uses it too.
+The features of a token are the directions, in world axes, of the rays through 4 x 4 points of its
+16 x 16 pixels. The features of a latent frame are the sines and cosines of the position at the
+first eight harmonics of the world's period, and a flag that is set if the pose is known. If the
+pose is unknown, all features are zero. This module depends only on torch, because the training code
+also uses it.
 """
 
 # F latent frames, P tokens of a frame
@@ -24,7 +25,8 @@ WORLD_FEATURES: Final = RAY_FEATURES + FRAME_FEATURES
 
 
 def token_rays(intrinsics_F4: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Return the unit directions, in camera axes, of the rays through each token's points.
+    """Return the unit directions, in camera axes, of the rays through the 4 x 4 points of each
+    token.
 
     Args:
         intrinsics_F4: Camera intrinsics fx, fy, cx, cy in output pixels.
@@ -77,13 +79,14 @@ def world_features(
     """Return the world-pose features of all tokens of a chunk.
 
     Args:
-        world_F44: World pose of each latent frame, fp64, in metres, or None if it is unknown.
+        world_F44: World pose of each latent frame, fp64, in metres, or None if the poses are
+            unknown.
         intrinsics_F4: Camera intrinsics fx, fy, cx, cy in output pixels, fp64.
         height, width: Size of the output in pixels.
         period_m: Distance in metres after which the world repeats.
 
     Returns:
-        An fp32 tensor [F P, WORLD_FEATURES] that starts with the tokens of the first frame.
+        An fp32 tensor [F P, WORLD_FEATURES] in frame-major order.
     """
     rays_FPN3 = token_rays(intrinsics_F4, height, width)
     frames, tokens = rays_FPN3.shape[:2]

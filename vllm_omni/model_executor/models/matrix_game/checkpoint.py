@@ -55,14 +55,15 @@ LAYOUTS = (
     "diffusers_gta",
     "diffusers_templerun",
 )
-"""Names of the supported layouts, as `make-tiny` uses them."""
+"""Names of the layouts that `make-tiny` can write."""
 
 _CLASSES = ("MatrixGameWanModel", "CausalMatrixGameWanModel")
 _MARK = re.compile(r"^(model\.)?blocks\.\d+\.action_model\.keyboard_embed\.0\.weight\Z")
 """Pattern for the name of a tensor that exists in no other Wan transformer."""
 
 RULES: Rules = (*TRANSFORMER_RULES, *wan.IMAGE_RULES)
-"""Rules that map prefixes and diffusers' names to the original names. Original names do not change.
+"""Rules that map prefixes and diffusers' names to the original names. The rules leave original
+names unchanged.
 """
 
 OUTSIDE_TENSORS: dict[str, Sizes] = {
@@ -96,8 +97,8 @@ class CheckpointLayout(WanComponents):
         return self.download_name if variant == "universal" else f"{self.download_name}_{variant}"
 
     def transformer_config(self) -> dict[str, Any]:
-        """Return the transformer's `config.json`, overridden by the sizes of its tensors, if there
-        are any."""
+        """Return the transformer's `config.json`. If there are weight files, its sizes are replaced
+        by those of the tensors."""
         path = self.transformer / "config.json"
         stated = read_json(path) if path.exists() else {}
         if not any(self.transformer.glob("*.safetensors")):
@@ -250,7 +251,7 @@ def load_transformer(
 def adapter_target(transformer: nn.Module, config: MatrixGameConfig) -> AdapterTarget:
     """Return the transformer as an `AdapterTarget` for LoRA adapters, without the gains that are
     never applied."""
-    # Imported here, because describing a checkpoint does not need it.
+    # Imported here, because code that only describes a checkpoint does not need this class.
     from vllm_omni.model_executor.models.wan.transformer.layers import PatchEmbedding
 
     unused = tuple(f"*.{name}" for name in _UNUSED)

@@ -70,15 +70,15 @@ class MatrixGameVariant:
     space: ActionSpace
     """Actions that clients may send."""
     keyboard: tuple[str | None, ...]
-    """Button of each column of the keyboard input. None stands for the column that is set while no
-    key is held.
+    """Button for each column of the keyboard input. None: the column is set while no key is held.
     """
     turns: Mapping[str, tuple[float, float]]
     """Values (pitch, yaw) that each button adds to the mouse axes, by button name."""
     window_frames: int
     """Number of latent frames that a chunk sees, including its own."""
     steps: tuple[int, ...]
-    """Denoise steps of a chunk. Step s refers to entry 1000 - s of the table shifted by 5."""
+    """Denoise steps of a chunk. Step s refers to entry 1000 - s of the timestep table with shift 5.
+    """
 
 
 def _buttons(*rows: str) -> tuple[Button, ...]:
@@ -213,8 +213,8 @@ class MatrixGameConfig(ChunkTransformerConfig):
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "MatrixGameConfig":
         """Read a transformer's `config.json` with the keys of either layout. An empty mapping
-        stands for the released universal model. If the config specifies no window, the window of
-        the variant is used.
+        results in the config of the released universal model. If the config specifies no window,
+        the window of the variant is used.
 
         Raises:
             ValueError: A key is unknown, or a value is not supported.

@@ -86,7 +86,7 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
     session_type = MatrixGameSession
     session_windows = True
     rounding: ClassVar[Rounding] = "truncate"
-    """How pixels are rounded to uint8: they are truncated, as in the original."""
+    """Pixels are truncated when they are converted to uint8, as in the original."""
 
     config: MatrixGameConfig
 
@@ -223,7 +223,7 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
         )
         self.start_chunk(request, chunk)
 
-    # -- parts of the above ------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------
 
     def _image(
         self, image: torch.Tensor | None, session: MatrixGameSession, num_frames: int

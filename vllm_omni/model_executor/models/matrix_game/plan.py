@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory and compute of Matrix-Game for `vllm-omni plan`, with action modules and image embeddings
-for cross-attention."""
+"""Memory and compute of Matrix-Game for `vllm-omni plan`, including action modules and
+cross-attention to image embeddings."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -37,8 +37,8 @@ from vllm_omni.tensors.saved import SavedTensors
 class ActionWindows(WindowSet):
     """The K/V windows of a session on one rank.
 
-    As a `KVView`, this object behaves like the window `trunk` of self-attention. A stage with
-    action modules also has the window `mouse`, with K/V for every token of a frame, and the window
+    As a `KVView`, this object behaves like the self-attention window `trunk`. A stage with action
+    modules also has the window `mouse`, with K/V for every token of a frame, and the window
     `keyboard`, with one key and one value per frame.
     """
 
@@ -150,8 +150,8 @@ class MatrixGameChunk(StreamingChunk[ActionWindows, MatrixGameConditioning]):
 
 
 def action_values(rows: ActionFrames, variant: MatrixGameVariant) -> torch.Tensor:
-    """Convert controls to fp32 keyboard values. If the model has a mouse, its (pitch, yaw)
-    follow.
+    """Convert controls to fp32 keyboard values. If the model has a mouse, the keyboard values are
+    followed by the mouse values (pitch, yaw).
     """
     space = variant.space
     held = dict(zip(space.button_names, rows.buttons_NB.float().unbind(1), strict=True))
@@ -173,9 +173,9 @@ def action_windows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the actions that condition each latent frame of a chunk.
 
-    Latent frame k is conditioned on video frames 4 k - R to 4 k - 1, which do not include its own
-    last video frame. The actions of the stream's first video frame also stand for the frames before
-    it.
+    Latent frame k is conditioned on the actions of video frames 4 k - R to 4 k - 1. The last video
+    frame of latent frame k is not among them. For frames before the start of the stream, the
+    actions of its first video frame are used.
 
     Returns:
         The actions [F, R, K], and the latest actions, which the next chunk requires.

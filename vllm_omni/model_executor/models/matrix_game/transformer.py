@@ -71,8 +71,8 @@ def head_rms_rope(
 def attention_over_time(
     q_FSNH: torch.Tensor, k_WSNH: torch.Tensor, v_WSNH: torch.Tensor
 ) -> torch.Tensor:
-    """Compute attention of each token position over its visible frames. No kernel for long
-    sequences is used, because there are only a few keys.
+    """Compute attention of each token position over the visible frames. This function uses no
+    kernel for long sequences, because there are only a few keys.
     """
     q, k, v = q_FSNH.float().unsqueeze(1), k_WSNH.float(), v_WSNH.float()
     weights_FWSN = ((q * k).sum(-1) / math.sqrt(q.shape[-1])).softmax(dim=1)
@@ -104,7 +104,7 @@ class ActionItem(ImageItem):
 
 class ActionModule(nn.Module):
     """The mouse and keyboard branches of a block. The parameters of both branches have the same
-    names as in the original. The gains of the original's norms are not used."""
+    names as in the original. The gains of the norms in the original are not used."""
 
     def __init__(
         self,

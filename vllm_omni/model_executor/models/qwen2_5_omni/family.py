@@ -48,8 +48,8 @@ def _hf_config(path: Path) -> dict[str, Any]:
 
 
 def _check_options(hf_config: dict[str, Any], omni: OmniConfig) -> None:
-    """Check `omni.model`. In a server, it contains the options of all three engines. In the
-    token2wav engine itself, it contains only the options of that engine.
+    """Check `omni.model`. A server's `omni.model` contains the options of all three engines. The
+    token2wav engine's `omni.model` contains only the options of that engine.
     """
     if set(omni.model) <= {field.name for field in msgspec.structs.fields(Token2WavModelOptions)}:
         parse_options(Token2WavModelOptions, omni.model, "omni.model")
@@ -68,7 +68,7 @@ def _serve_flags(path: Path, on_cpu: bool) -> dict[str, str]:
 
 
 async def _start_speech(path: Path, omni: OmniConfig, thinker: "AsyncLLM") -> "SpeechModel":
-    # Imported here, because it imports vLLM's engine.
+    # Imported here, because the module `engines` imports vLLM's engine.
     from vllm_omni.model_executor.models.qwen2_5_omni.engines import SpeechEngines
 
     options = parse_options(SpeechEngineOptions, omni.model, "omni.model")

@@ -4,10 +4,10 @@
 For a short audio chunk, kernel launches take longer than the kernels of the DiT, so the number of
 launches determines the duration. In each of the four evaluations of an interval, transformers'
 forward pass of the DiT recomputes several results: the speaker encoder for the reference audio,
-both code embeddings, rotary angles, and a mask of [2 B, heads, T, T] in each layer. Here,
-`conditions` are computed once per clip, masks are broadcast, and an interval of a repeated size is
-a single CUDA graph. Operations on the latents are the same as in transformers, in the same order,
-so the result is bitwise equal.
+both code embeddings, rotary angles, and a mask of [2 B, heads, T, T] in each layer. In
+`FlowSolver`, `conditions` are computed once per clip, masks are broadcast, and an interval of a
+repeated size is a single CUDA graph. Operations on the latents are the same as in transformers, in
+the same order, so the result is bitwise equal.
 
 B requests, G = 2 B with guidance (conditional half first), else B; T mel frames, M mel bins, D
 width of the DiT's conditions, N codes.
@@ -21,7 +21,9 @@ import torch
 from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs, Inputs
 
 _KEPT_GRAPHS = 32
-"""Maximum number of CUDA graphs. There is one graph per number of codes and batch size."""
+"""Maximum number of CUDA graphs. There is one graph for each combination of number of codes and
+batch size.
+"""
 
 Mask = tuple[int, int]
 """Numbers of attention blocks before and after the current block to which a layer attends."""
@@ -161,8 +163,8 @@ def _layer(
 def _three_eighths(
     velocity: Any, start: torch.Tensor, end: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
-    """Return the change over one interval by Kutta's 3/8 rule. The operations are in the same order
-    as in transformers."""
+    """Return the change over one interval, computed by Kutta's 3/8 rule with the operations in the
+    same order as in transformers."""
     step, third = end - start, 1 / 3
     k1 = velocity(start, value)
     k2 = velocity(start + step * third, value + step * k1 * third)

@@ -2,7 +2,7 @@
 """Downloads of Qwen2.5-Omni: the 7B model, and the 3B model as a separate release. Download sizes
 are estimated from the number of parameters.
 
-The licences are those in the model cards. The licence of the 3B model only allows research.
+The licences are those in the model cards. The licence of the 3B model allows only research use.
 """
 
 from pathlib import Path

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of the token2wav engine and its requests, of speech, and of all engines of a server.
 
-This module imports only light modules, because the command line reads it before it imports vLLM.
+This module imports only modules that are fast to import, because the command line uses it before
+importing vLLM.
 """
 
 from typing import Annotated, Any

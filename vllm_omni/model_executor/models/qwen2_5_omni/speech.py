@@ -43,7 +43,7 @@ class SpeechTimings:
     """Timestamps of the events of one request, in seconds."""
 
     start_s: float = field(default_factory=time.perf_counter)
-    """Time of the request's arrival by `time.perf_counter`."""
+    """Arrival time of the request, as returned by `time.perf_counter`."""
     marks_s: dict[str, float] = field(default_factory=dict)
     """Time of each event in seconds since the arrival, by the event's name."""
 
@@ -86,7 +86,7 @@ class SpeechReply:
     request_id: str
     """Id of the request."""
     how: SpeechDefaults
-    """Options of the speech. The voice is always set."""
+    """Speech options of this reply. `voice` is always set."""
     seed: int | None
     """Seed of the speech. None: a random seed is used."""
     timings: SpeechTimings = field(default_factory=SpeechTimings)
@@ -154,7 +154,8 @@ class SpeechComposition:
         seed: int | None = None,
         timings: SpeechTimings | None = None,
     ) -> AsyncGenerator[TextDelta | AudioChunk, None]:
-        """Generate a reply and speak it. Text and audio are yielded as they are generated.
+        """Generate a reply and convert it to speech. Text and audio are yielded as they are
+        generated.
 
         `engine_input` is the rendered prompt of the thinker. `speech` contains the speech options
         of this request (None: the server's defaults), and `voice` overrides its voice. The method
@@ -202,8 +203,8 @@ class SpeechComposition:
         seed: int | None = None,
         timings: SpeechTimings | None = None,
     ) -> AsyncGenerator[AudioChunk, None]:
-        """Speak a given reply word for word. The thinker processes the reply as if it had generated
-        it itself.
+        """Convert a given reply to speech word for word. The thinker processes this reply as if the
+        thinker itself had generated it.
 
         `prompt_ids` is the conversation up to the reply. `text_ids` is the reply, including the
         end-of-turn token.

@@ -3,9 +3,10 @@
 both use this module.
 
 A talker request is a stock `mm_input`. The request contains the real prompt token ids, because
-sampling penalties use them, and one item of length zero with tensors for the model. The client
-chooses the `slot`, a number of at least 1 that no other request in flight uses. Slot 0 is reserved
-for requests without an item (vLLM's own warm-up). `talker.py` is the receiver.
+sampling penalties use them. It also contains one multimodal item of length zero, which carries the
+tensors for the model. The client chooses the `slot`, a number of at least 1 that no other request
+in flight uses. Slot 0 is reserved for requests without an item (vLLM's own warm-up). `talker.py` is
+the receiver.
 """
 
 from dataclasses import dataclass

@@ -2,8 +2,9 @@
 """Describes the sizes of Wan's transformer, VAE, text encoder and image encoder. The networks are
 in other modules.
 
-The command line and the config parser can import this module, because it imports nothing heavy. The
-keys of a `config.json` may be in Wan's or diffusers' style. Values that it lacks are not guessed.
+The command line and the config parser can import this module, because it imports nothing heavy. A
+`config.json` may use Wan's or diffusers' keys. Values that are missing in a `config.json` are not
+guessed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,8 +17,8 @@ from vllm_omni.model_executor.models.wan.vae.latents import LATENT_CHANNELS, VAE
 
 @dataclass(frozen=True)
 class WanConfig:
-    """Sizes of a Wan transformer. In a family's subclass, the defaults are those of its released
-    model.
+    """Sizes of a Wan transformer. In the subclass of a model family, the defaults describe the
+    released model of that family.
     """
 
     dim: int
@@ -37,8 +38,8 @@ class WanConfig:
     text_dim: int = 4096
     """Width of the text embeddings."""
     text_len: int = 512
-    """Sequence length to which every prompt is padded, because the networks were trained with
-    padding.
+    """Sequence length in tokens to which every prompt is padded, because the networks were trained
+    with padding.
     """
     patch_size: tuple[int, int, int] = (1, 2, 2)
     """Patch size over (frame, row, column); only (1, 2, 2) is supported."""
@@ -66,7 +67,7 @@ class WanConfig:
 
 @dataclass(frozen=True)
 class ChunkTransformerConfig(WanConfig):
-    """Sizes of a causal transformer, with the serving parameters that its checkpoint recommends."""
+    """Sizes of a causal transformer, and the serving parameters that its checkpoint recommends."""
 
     native_size: ClassVar[tuple[int, int]] = (480, 832)
     """Height and width in pixels at which the released models were trained."""
@@ -102,8 +103,9 @@ class ChunkTransformerConfig(WanConfig):
 
 @dataclass(frozen=True)
 class Trunk5BConfig(ChunkTransformerConfig):
-    """Sizes of a causal transformer that is derived from Wan2.2-TI2V-5B. The defaults are those of
-    the released models."""
+    """Sizes of a causal transformer that is derived from Wan2.2-TI2V-5B. The defaults describe the
+    released models.
+    """
 
     native_size: ClassVar[tuple[int, int]] = (704, 1280)
     """Height and width in pixels at which the released models were trained."""
@@ -173,8 +175,9 @@ IGNORED = (
     "torch_dtype",
     "dtype",
 )
-"""Keys of a transformer config that are ignored. `rope_max_seq_len` has no effect because rotations
-are computed, so the sequence length is not limited."""
+"""Keys of a transformer config that are ignored. `rope_max_seq_len` has no effect, because
+rotations are computed instead of read from a table of limited length.
+"""
 
 
 def check_keys(
@@ -184,10 +187,10 @@ def check_keys(
     required: Mapping[str, tuple[Any, ...]],
     ignored: Iterable[str],
 ) -> None:
-    """Validate the keys of the config `where`.
+    """Validate the keys of a config.
 
     Args:
-        values: The config.
+        values: The config to validate.
         where: Name of the config in error messages.
         read: Keys that the caller reads.
         required: Keys with their supported values.
@@ -205,7 +208,9 @@ def check_keys(
 def check_implemented(
     values: Mapping[str, Any], where: str, required: Mapping[str, tuple[Any, ...]]
 ) -> None:
-    """Raise ValueError for the first unsupported value in the config `where`."""
+    """Raise ValueError for the first unsupported value in a config. `where` is the name of the
+    config in the message.
+    """
     for key, allowed in required.items():
         if key in values and values[key] not in allowed:
             raise ValueError(
@@ -232,7 +237,7 @@ def read_architecture(
         default_dim: Hidden size if the config does not specify it.
 
     Raises:
-        ValueError: Keys are unknown or contradict each other, or a value is not supported.
+        ValueError: A key is unknown, keys contradict each other, or a value is not supported.
     """
     check_keys(values, "transformer config", renamed, required, (*ignored, *DESCRIPTIONS))
     fields: dict[str, Any] = {}
@@ -285,8 +290,9 @@ CLIP_VIT_H: dict[str, Any] = {
 ViT-H/14).
 """
 CLIP_HEAD_DIM = 80
-"""Channels per attention head of the released vision tower. They cannot be derived from tensor
-shapes."""
+"""Number of channels per attention head in the released vision tower. It cannot be derived from
+tensor shapes.
+"""
 
 
 def clip_tokens(config: Mapping[str, Any]) -> int:
@@ -320,19 +326,19 @@ _LATENTS_STD_2_2 = (
 )
 
 LaterCondition = Literal["streamed", "second_chunk", "fresh_grey"]
-"""Conditioning of the chunks after the chunk with the start image. Each of them has F latent
-frames.
+"""Conditioning of the chunks after the chunk with the start image. Each of these chunks has F
+latent frames.
 
 - `streamed`: the part of the whole clip's encoding that corresponds to the chunk, as in the
   original and vLLM-Omni;
 - `second_chunk`: the conditioning of the second chunk, repeated, as in SGLang;
-- `fresh_grey`: the encoding of 1 + 4 F grey frames as a separate clip, without its first latent
-  frame, as in the extensions of vLLM-Omni's pull request 3701.
+- `fresh_grey`: 1 + 4 F grey frames, encoded as a separate clip whose first latent frame is dropped,
+  as in the extensions of vLLM-Omni's pull request 3701.
 """
 
 _IMPLEMENTED: dict[str, Any] = {"attn_scales": [], "dropout": 0.0}
-"""Keys of a diffusers VAE config with their required values. Any other value denotes a different
-network.
+"""Keys of a diffusers VAE config with their required values. Any other value describes a network
+that is not implemented.
 """
 _PIXEL_CHANNELS = 3
 
@@ -354,9 +360,9 @@ class VAEConfig:
     temporal_downsample: tuple[bool, ...] = (False, True, True)
     """Whether each level below the first halves the frame rate."""
     latents_mean: tuple[float, ...] = _LATENTS_MEAN
-    """Mean of each latent channel, for normalisation."""
+    """Mean of each latent channel. It is used to normalise latents."""
     latents_std: tuple[float, ...] = _LATENTS_STD
-    """Standard deviation of each latent channel, for normalisation."""
+    """Standard deviation of each latent channel. It is used to normalise latents."""
     decoder_base_dim: int | None = None
     """Number of channels of the decoder's last level. Default: `base_dim`."""
     is_residual: bool = False
@@ -403,7 +409,7 @@ class VAEConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "VAEConfig":
-        """Read a diffusers `AutoencoderKLWan` config.
+        """Read the config of a diffusers `AutoencoderKLWan`.
 
         Raises:
             ValueError: The config contains unknown keys, or the architecture is not supported.

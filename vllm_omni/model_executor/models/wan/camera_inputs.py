@@ -20,8 +20,8 @@ def read_poses(poses: torch.Tensor, num_frames: int) -> torch.Tensor:
     """Validate poses of shape `[num_frames, 4, 4]` and return them in fp64.
 
     Raises:
-        RequestFailed: A pose has the wrong shape, is out of range or is no rotation
-            (`invalid_camera`), or it is not finite (`non_finite_pose`).
+        RequestFailed: A pose has the wrong shape, is out of range or contains a matrix that is not
+            a rotation (`invalid_camera`), or it is not finite (`non_finite_pose`).
     """
     if tuple(poses.shape) != (num_frames, 4, 4) or not _is_real(poses):
         raise RequestFailed(
@@ -51,8 +51,9 @@ def read_poses(poses: torch.Tensor, num_frames: int) -> torch.Tensor:
 def read_intrinsics(intrinsics: torch.Tensor, num_frames: int) -> torch.Tensor:
     """Validate intrinsics and return fx, fy, cx, cy of each frame, fp64 `[num_frames, 4]`.
 
-    The intrinsics of each frame have shape `[N, 4]`, `[N, 3, 3]` or `[N, 4, 4]`. Intrinsics with N
-    = 1 or of shape `[4]` or `[3, 3]` apply to all frames. Raises `RequestFailed` like `read_poses`.
+    Separate intrinsics for each frame have shape `[N, 4]`, `[N, 3, 3]` or `[N, 4, 4]`. Intrinsics
+    with N = 1, or of shape `[4]` or `[3, 3]`, apply to all frames. Raises `RequestFailed` like
+    `read_poses`.
     """
     shape = tuple(intrinsics.shape)
     batched = intrinsics.unsqueeze(0) if shape in ((4,), (3, 3)) else intrinsics

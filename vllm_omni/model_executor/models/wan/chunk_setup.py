@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configures, builds and loads the components of a streaming Wan model.
 
-A model with these components has the attributes of `WanParts`. `WanChunkSetup` reads no weights,
-except for the widths of the tiny decoder.
+A model with these components has the attributes of `WanParts`. `WanChunkSetup` does not read
+weights, except to determine the widths of the tiny decoder.
 """
 
 from collections.abc import Callable, Mapping
@@ -137,8 +137,9 @@ def build_networks(
     parallel: ParallelContext | None = None,
     **own: Any,
 ) -> ChunkNetworks:
-    """Build the condition encoders and the transformer. The arguments are those of
-    `build_transformer`."""
+    """Build the condition encoders and the transformer. All arguments are passed to
+    `build_transformer`.
+    """
     text_encoder, image_encoder = _build_text_encoder(setup), _build_image_encoder(setup)
     transformer: Any = build_transformer(setup, network, parallel=parallel, **own)
     prompts = SharedPrompts(transformer.cross_attention_kv)
@@ -146,7 +147,7 @@ def build_networks(
 
 
 def _build_text_encoder(setup: WanChunkSetup[Any, Any]) -> TextEncoder | AwaitedText | None:
-    """Build the text encoder, or `AwaitedText` on a rank that receives its results from another
+    """Build the text encoder, or `AwaitedText` on a rank that receives text embeddings from another
     rank.
     """
     return text_encoder_of(
@@ -184,10 +185,10 @@ def build_autoencoders(
 
     Args:
         setup: Setup of the model.
-        encodes: Whether this rank has the VAE's encoder.
-        rounding: Rounding of pixels to uint8 levels in the original of this model.
-        frames_per_call: Argument of `StreamingWanVAE`.
-        continuation: Argument of `ChunkDecoder`.
+        encodes: Whether to build the VAE's encoder on this rank.
+        rounding: How the original code of this model rounds pixel values to uint8 levels.
+        frames_per_call: Passed to `StreamingWanVAE`.
+        continuation: Passed to `ChunkDecoder`.
     """
     dtype, decodes = setup.options.vae_torch_dtype(setup.dtype), setup.parallel.decodes
     bands = RowBands.of_parallel(setup.parallel, setup.vae_config.spatial_factor)
@@ -201,7 +202,7 @@ def build_autoencoders(
         bands=bands,
         fuse=partial(fused_decoder, cuda_graphs=setup.cuda_graphs and bands is not None),
     )
-    channels = setup.tiny_vae_channels  # every rank validates the file
+    channels = setup.tiny_vae_channels  # read on every rank, so that every rank validates the file
     tiny = None
     if decodes and channels is not None:
         tiny = TinyVAEDecoder(channels, setup.vae_config, dtype=dtype)
@@ -224,7 +225,8 @@ def load_parts(
     """Load every parameter of this rank strictly.
 
     Args:
-        model: Model that is loaded. Values that it computed from earlier weights are cleared.
+        model: Model whose parameters are loaded. Values that it computed from earlier weights are
+            cleared.
         layout: Locations of the checkpoint's components.
         load_transformer: Function that loads the transformer's layers and shards of this rank.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared functions of the Wan families for `vllm-omni plan`: the sizes of a transformer, and a
+"""Functions that the Wan families share for `vllm-omni plan`: the sizes of a transformer, and a
 check of the requested modifications.
 
 `tests/planning/test_plan_memory.py` tests the resulting plans.
@@ -16,7 +16,9 @@ from vllm_omni.planning.stream_model import Changes
 def transformer_sizes(
     config: ChunkTransformerConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Any]:
-    """Return fields of `StreamModel` for a transformer. `shapes` maps tensor names to shapes."""
+    """Return the `StreamModel` fields that describe a transformer. `shapes` maps tensor names to
+    shapes.
+    """
     height, width = config.native_size
     return {
         "height": height,

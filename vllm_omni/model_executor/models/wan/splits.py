@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks, before any process starts, whether a Wan network can be parallelized as configured. Only
-its sizes are needed.
+"""Checks, before any process starts, whether a Wan network can be parallelized as configured. The
+checks need only the sizes of the network.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ def check_split(
     sequence_parallel: bool,
     others: Mapping[str, int] | None = None,
 ) -> None:
-    """Raise ValueError, with the reason, unless layers and heads can be divided over the ranks.
+    """Raise ValueError with the reason unless layers and heads can be divided among the ranks.
 
     Args:
         config: Sizes of the network.
@@ -28,8 +28,8 @@ def check_split(
         ranks: Number of ranks that share each layer.
         stages: Number of pipeline stages, including the VAE stage.
         sequence_parallel: Whether the ranks shard tokens instead of heads and channels.
-        others: Additional numbers that must be divisible by `ranks`, by their names in error
-            messages.
+        others: Further numbers that must be divisible by `ranks`. The keys are the names used in
+            error messages.
     """
     layer_stages = 1 if omni.pipeline == "temporal" else stages - omni.vae_stage
     counts = {"num_heads": config.num_heads, **(others or {})}
@@ -46,11 +46,13 @@ def check_parts(
     stages: int,
     layer_stages: int,
 ) -> None:
-    """Raise ValueError unless a network of any kind can be divided over the ranks and stages.
+    """Raise ValueError unless a network, not necessarily a Wan network, can be divided among the
+    ranks and stages.
 
     Args:
         num_layers: Number of layers of the network.
-        counts: Numbers that must be divisible by `ranks`, by their names in error messages.
+        counts: Numbers that must be divisible by `ranks`. The keys are the names used in error
+            messages.
         omni: Options of the server.
         ranks: Number of ranks that share each layer.
         stages: Number of pipeline stages, including the VAE stage.
@@ -68,7 +70,9 @@ def check_parts(
 
 
 def parallel_decode_refusal(decoder: str) -> Refusal | None:
-    """Return the reason why the ranks of a stage cannot split the decode, or None if they can."""
+    """Return the reason why the ranks of a stage cannot split a decode, or None if they can split
+    it.
+    """
     if decoder == "tiny":
         return Refusal("decoder 'tiny' is too small to gain", "set omni.model.decoder to 'wan'")
     return None

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacements for layers of diffusers' Wan autoencoders, with the same parameters, names and
-results.
+"""Replacements for layers of diffusers' Wan autoencoders, with the same parameters, parameter names
+and results.
 
-*Streamed* layers process the latent frames of a stream after the first one. In the first latent
-frame of a stream, diffusers' feature cache contains None or a string. In every later call, it
-contains tensors of the same shapes. A streamed layer therefore needs no branch that `torch.compile`
-cannot trace. Before torch 2.13, diffusers' comparison of a tensor with a string splits the decoder
-into more than a dozen graphs.
+*Streamed* layers process the latent frames of a stream after the first one. At the first latent
+frame of a stream, diffusers' feature cache contains None or a string. At every later latent frame,
+it contains tensors of the same shapes. A streamed layer therefore does not need the branches of
+diffusers' layers, which `torch.compile` cannot trace. With torch releases before 2.13, diffusers'
+comparison of a tensor with a string splits the decoder into more than a dozen graphs.
 
 *CPU* layers are faster on CPUs, where torch's 3-D convolution reaches only a tenth of the speed of
 its 2-D convolution. A causal convolution over three frames is computed as a 2-D convolution with
-the three frames as input channels. The memory of `weight` has the order of the 2-D convolution, so
-the weights of the 2-D convolution are a view of `weight`, and loading and conversion affect both.
-Activations are channels-last. `use_cpu_layers` must be called while the network is on
-a CPU. If the network moves to another device, its layers use diffusers' own computation.
+the three frames as input channels. The memory of `weight` has the order of the 2-D convolution's
+weights, so these are a view of `weight`, and loading or converting one affects both. Activations
+are channels-last. `use_cpu_layers` must be called while the network is on a CPU. If the network is
+later moved to another device, its layers use diffusers' own computation.
 """
 
 # B streams or clips, C channels, T frames, H rows, W columns, O channels of the result
@@ -45,12 +45,12 @@ def cached_convolution(
 
 
 class StreamedUpsample(WanResample):
-    """Upsampling of streams in space and, depending on the mode, in time. It uses the layers of
-    `whole`.
+    """Upsampling of streams in space and, depending on the mode, in time. This class uses the
+    layers of `whole`.
 
-    If convolutions return channels-last tensors (on CUDA), this layer does too, even for a single
-    frame. For the result of diffusers' layer, torch would infer a different layout and transpose
-    the features of the next convolution.
+    If convolutions return channels-last tensors (on CUDA), this layer also returns channels-last
+    tensors, even for a single frame. With diffusers' layer, torch would infer a different layout
+    for the result and transpose the features of the next convolution.
     """
 
     def __init__(self, whole: WanResample) -> None:
@@ -113,7 +113,7 @@ def replace_layers(
 
 
 class FoldedCausalConv3d(WanCausalConv3d):
-    """A causal convolution that is computed as a 2-D convolution. It shares the parameters of
+    """A causal convolution that is computed as a 2-D convolution. It shares its parameters with
     `whole`.
     """
 
@@ -150,8 +150,8 @@ class FoldedCausalConv3d(WanCausalConv3d):
 
 
 class CPURMSNorm(WanRMS_norm):
-    """Normalisation over channels with few passes over memory, for fp32 tensors on a CPU. It
-    shares the parameters of `whole`. For other tensors, diffusers' computation is used.
+    """Normalisation over channels with few passes over memory, for fp32 tensors on a CPU. The layer
+    shares its parameters with `whole`. For other tensors, it uses diffusers' computation.
     """
 
     def __init__(self, whole: WanRMS_norm) -> None:
@@ -173,7 +173,7 @@ class CPURMSNorm(WanRMS_norm):
 
 
 _TINY = 1e-30
-"""Offset that avoids a division by zero. Zeros are normalised to zero."""
+"""Small number that avoids a division by zero, so that zeros are normalised to zero."""
 
 
 def use_cpu_layers(network: Any) -> None:
@@ -189,7 +189,8 @@ def use_cpu_layers(network: Any) -> None:
     replace_layers(network, _cpu_layer)
     for layer in network.modules():
         if isinstance(layer, nn.SiLU):
-            layer.inplace = True  # it follows a norm, and nothing else reads the norm's result
+            # The activation follows a norm, and nothing else reads the norm's result.
+            layer.inplace = True
         elif isinstance(layer, nn.Conv2d):
             layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
 
@@ -201,14 +202,14 @@ def _cpu_layer(layer: nn.Module) -> nn.Module | None:
 
 
 def fold_memory(weight_OCTHW: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with its memory in the order O, H, W, T, C. For the 2-D convolution,
-    this order is channels-last.
+    """Return the tensor with its memory in the order O, H, W, T, C, which is channels-last for the
+    2-D convolution.
     """
     return weight_OCTHW.permute(0, 3, 4, 2, 1).contiguous().permute(0, 4, 3, 1, 2)
 
 
 def folded(weight_OCTHW: torch.Tensor) -> torch.Tensor:
-    """Return the weight as a tensor [O, T C, H, W]. The result is a view if the memory of the
-    weight has the order of `fold_memory`, otherwise a copy.
+    """Return the weight as a tensor [O, T C, H, W]. The returned tensor is a view if the weight's
+    memory has the order of `fold_memory`; otherwise, it is a copy.
     """
     return weight_OCTHW.transpose(1, 2).flatten(1, 2)

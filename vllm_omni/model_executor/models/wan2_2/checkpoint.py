@@ -3,9 +3,10 @@
 family serves the directory.
 
 The family serves a directory if its `model_index.json` names `WanPipeline` or
-`WanImageToVideoPipeline` and `Wan22Config` supports its transformer. These are the directories of
-Wan 2.2 and of Wan 2.1 text-to-video. Diffusers serves Wan 2.1 image-to-video, which has a CLIP
-image encoder. This module only locates files; `weights.py` loads them.
+`WanImageToVideoPipeline` and `Wan22Config` supports its transformer. This applies to the
+directories of Wan 2.2 and of Wan 2.1 text-to-video. Wan 2.1 image-to-video has a CLIP image encoder
+and is served by diffusers' own pipeline instead. This module only locates files; `weights.py` loads
+them.
 """
 
 import inspect
@@ -37,7 +38,9 @@ class Wan22Layout(WanComponents):
     """Content of `model_index.json`."""
 
     def transformers(self) -> dict[str, Path]:
-        """Return the folder of each transformer, by name. There are one or two."""
+        """Return the folder of each transformer by name. A checkpoint has one or two
+        transformers.
+        """
         second = {} if self.transformer_2 is None else {"transformer_2": self.transformer_2}
         return {"transformer": self.transformer, **second}
 
@@ -74,10 +77,11 @@ class Wan22Layout(WanComponents):
         return values
 
     def info(self) -> Wan22Checkpoint:
-        """Return the combined fields of the index, the VAE and the transformers.
+        """Return the fields of `Wan22Checkpoint`, read from the index, the VAE and the
+        transformers.
 
         Raises:
-            ValueError: The components contradict each other.
+            ValueError: The components are not consistent with each other.
         """
         vae = {**_VAE_DEFAULTS, **self.vae_values()}
         kind: Kind = "t2v"
@@ -119,7 +123,7 @@ def find_layout(path: Path) -> Wan22Layout:
     """Locate the components in `path`.
 
     Raises:
-        ValueError: This family does not serve the directory. The message is a single line.
+        ValueError: This model family cannot serve the directory. The message is a single line.
     """
     index = read_json(path / "model_index.json")
     if index.get("_class_name") not in PIPELINES:
@@ -138,7 +142,7 @@ def find_layout(path: Path) -> Wan22Layout:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether this family serves the directory `path`. This check is cheap and never
+    """Return whether this family serves the directory `path`. The check is cheap and never
     raises.
     """
     try:
@@ -152,8 +156,8 @@ def hf_config(path: Path) -> dict[str, Any]:
     """Return the fields of vLLM's config object for this checkpoint, with values of JSON types.
 
     The checkpoint needs no weight files. In addition to the keys that vLLM reads, the result has
-    the key `wan2_2`. It contains the configs of `transformer`, `vae`, `umt5` and `scheduler`, and
-    the fields of `Wan22Checkpoint`.
+    the key `wan2_2`. Its value contains the configs of `transformer`, `vae`, `umt5` and
+    `scheduler`, and the fields of `Wan22Checkpoint`.
 
     Raises:
         ValueError: A component is missing or not supported.
@@ -187,11 +191,11 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 
 def stored_dtype(layout: Wan22Layout) -> str:
-    """Return the dtype in the text encoder's config or, failing that, in the transformer's config.
+    """Return the dtype in the transformer's config or, failing that, in the text encoder's config.
     The default is bfloat16.
 
-    Published transformers are stored in fp32 and run in bf16. Their configs specify no dtype, but
-    the text encoder's config specifies bf16.
+    Published transformers are stored in fp32 but run in bf16. Their configs specify no dtype,
+    whereas the text encoder's config specifies bf16.
     """
     configs = [layout.transformer_config()]
     if layout.text_encoder is not None and (layout.text_encoder / "config.json").exists():
@@ -201,7 +205,9 @@ def stored_dtype(layout: Wan22Layout) -> str:
 
 
 def check_vae_keys(values: dict[str, Any]) -> None:
-    """Raise ValueError for keys that diffusers' `AutoencoderKLWan` does not accept."""
+    """Raise ValueError if `values` contains keys that diffusers' `AutoencoderKLWan` does not
+    accept.
+    """
     from diffusers import AutoencoderKLWan
 
     known = set(inspect.signature(AutoencoderKLWan.__init__).parameters) - {"self"}
@@ -212,6 +218,6 @@ def check_vae_keys(values: dict[str, Any]) -> None:
 
 
 def _named(index: dict[str, Any], component: str) -> bool:
-    """Return whether the index contains the component and it is not null."""
+    """Return whether the index contains `component` with a value other than null."""
     value = index.get(component)
     return isinstance(value, list) and len(value) == 2 and value[0] is not None

@@ -2,8 +2,8 @@
 """Configuration of a Wan 2.2 or 2.1 checkpoint.
 
 `Wan22Config` is the architecture, and `Wan22Checkpoint` adds the fields of `model_index.json`.
-`Wan22Options` contains the options of a server (`omni.model`), and `Wan22RequestOptions` those of a
-request.
+`Wan22Options` contains the options of a server (`omni.model`), and `Wan22RequestOptions` contains
+the options of a request.
 """
 
 from collections.abc import Mapping
@@ -22,14 +22,14 @@ NUM_TRAIN_TIMESTEPS = 1000
 
 Kind = Literal["t2v", "i2v", "ti2v"]
 """Conditioning of a checkpoint. `t2v` uses only text. With `i2v`, the latents of the start image
-and a mask are additional input channels. `ti2v` uses only text, or the latents of the start image
-are the first latent frame, and its tokens have timestep 0.
+and a mask are additional input channels. `ti2v` can use only text, or also a start image, whose
+latents become the first latent frame with timestep 0.
 """
 
 
 @dataclass(frozen=True)
 class Wan22Config(WanConfig):
-    """Architecture of one transformer. The defaults are those of the experts of T2V A14B."""
+    """Architecture of one transformer. The defaults describe each expert of T2V A14B."""
 
     dim: int = 5120
     """Width of the network."""
@@ -47,7 +47,8 @@ class Wan22Config(WanConfig):
         """Read diffusers' `transformer/config.json`.
 
         Raises:
-            ValueError: There are unknown keys or unsupported values. The message names them.
+            ValueError: The config contains unknown keys or unsupported values. The message names
+                them.
         """
         return cls(
             **read_architecture(values, _RENAMED, _REQUIRED, _IGNORED, cls.num_heads, cls.dim)
@@ -72,13 +73,14 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "_class_name": ("WanTransformer3DModel",),
     "qk_norm": ("rms_norm_across_heads",),
     "cross_attn_norm": (True,),
-    "image_dim": (None,),  # Wan 2.1 image-to-video: a CLIP image encoder
+    "image_dim": (None,),  # set in Wan 2.1 image-to-video (CLIP image encoder)
     "added_kv_proj_dim": (None,),
     "pos_embed_seq_len": (None,),
 }
 _IGNORED = ("_diffusers_version", "_name_or_path", "rope_max_seq_len", "torch_dtype", "dtype")
-"""Keys that are ignored. `rope_max_seq_len` has no effect because rotations are computed, so the
-sequence length is not limited."""
+"""Keys that are ignored. `rope_max_seq_len` has no effect, because rotations are computed instead
+of read from a table of limited length.
+"""
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,9 @@ class Wan22Checkpoint:
     kind: Kind
     """Kind of conditioning."""
     boundary_ratio: float | None
-    """Boundary between the experts as a fraction of 1000, or None if there is only one transformer.
-    `transformer` is used for timesteps at or above the boundary, and `transformer_2` below it.
+    """Timestep at the boundary between the experts, as a fraction of 1000, or None if there is only
+    one transformer. `transformer` runs at timesteps at or above the boundary, and `transformer_2`
+    runs below the boundary.
     """
     z_dim: int
     """Number of latent channels."""
@@ -104,13 +107,13 @@ class Wan22Checkpoint:
 
     @property
     def in_channels(self) -> int:
-        """Return the number of input channels. For `i2v`, they include the latents of the image
-        and one mask channel for each video frame of a latent frame.
+        """Return the number of input channels. For `i2v`, the input channels include the latents of
+        the image and one mask channel for each video frame in a latent frame.
         """
         return 2 * self.z_dim + self.temporal_factor if self.kind == "i2v" else self.z_dim
 
     def latent_frames(self, num_frames: int) -> int:
-        """Convert a number of video frames to latent frames.
+        """Convert a number of video frames to a number of latent frames.
 
         Raises:
             ValueError: `num_frames` is not 1 + a multiple of the temporal factor.
@@ -195,7 +198,7 @@ class Wan22Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class Wan22Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Serving options of Wan 2.2: those of `ModelOptions` and the fields below."""
+    """Serving options of Wan 2.2: the fields of `ModelOptions` and those defined here."""
 
     defaults: Wan22Defaults = Wan22Defaults()
     """Default values of requests: `num_inference_steps`, `guidance_scale`, `guidance_scale_2`
@@ -212,8 +215,8 @@ class Wan22Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_onl
     vae_dtype: Literal["fp32", "bf16"] | None = "fp32"
     """Dtype of the VAE's weights and activations. None selects the dtype of the transformer."""
     vae_tiling: bool = False
-    """Whether to decode in overlapping tiles and one latent frame at a time. This needs less
-    memory, but the result is not exact.
+    """Whether to decode overlapping tiles, one latent frame at a time. Tiling needs less memory,
+    but the frames are only approximate.
     """
     cfg_parallel: bool = False
     """Whether the two tensor-parallel ranks run the two branches of classifier-free guidance
@@ -246,10 +249,10 @@ class Wan22RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
     guidance_scale_2: Guidance | None = None
     """Guidance scale below the boundary. Default: the request's `guidance_scale` if it differs from
-    the default, otherwise the default of the server.
+    the server's default, otherwise the server's default for this scale.
     """
     flow_shift: Shift | None = None
-    """Shift of the noise schedule. Default: the default of the server."""
+    """Shift of the noise schedule. Default: the server's default."""
     step_cache: StepCache | None = None
     """Threshold for skipping steps in which the prediction changes little (`step_cache.py`).
     Default: every step is computed.

@@ -38,8 +38,8 @@ class GuidanceRanks:
 
     @classmethod
     def of_parallel(cls, parallel: ParallelContext) -> "GuidanceRanks":
-        """Return the branch of this rank. The tensor-parallel ranks run the branches instead of
-        sharding layers.
+        """Return the branch of this rank. The two tensor-parallel ranks run one branch each instead
+        of sharding layers.
 
         Raises:
             ValueError: There are not exactly two tensor-parallel ranks.
@@ -53,8 +53,8 @@ class GuidanceRanks:
         return range(self.branch, self.branch + 1) if branches == _BRANCHES else range(branches)
 
     def join(self, predictions: torch.Tensor, branches: Sequence[int]) -> torch.Tensor:
-        """All-gather the predictions of both ranks, and return those of all branches in the order
-        of the requests.
+        """All-gather the predictions of both ranks, and return the predictions of all branches in
+        the order of the requests.
 
         Args:
             predictions: Predictions of this rank, one for each request.

@@ -2,8 +2,8 @@
 """Hugging Face repository that `vllm-omni download wan2_2` downloads: TI2V 5B, which runs on a
 single GPU and supports both tasks.
 
-The A14B directories have the same layout. Download them with `hf download`. Download sizes are
-estimated from the tensors. The model cards state the licences of the weights.
+The A14B directories have the same layout; download them with `hf download`. The download sizes in
+this module are estimated from the tensor shapes. The model cards state the licences of the weights.
 """
 
 from pathlib import Path

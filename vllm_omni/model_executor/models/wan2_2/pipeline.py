@@ -11,10 +11,11 @@
 
 A start image is used in one of two ways. With `i2v`, the latents of [image, grey, grey, ...] and a
 mask are additional input channels. With `ti2v`, the latents of the image replace the first latent
-frame of x, and its tokens have timestep 0.
+frame of x, and the tokens of this frame have timestep 0.
 
-Requests at different steps share a forward pass if their sizes and experts are equal (`batch_key`).
-Noise is sampled on the CPU as in diffusers, so the same seed gives the same video.
+Requests at different denoise steps share a forward pass if they have the same size and use the same
+expert (`batch_key`). Noise is sampled on the CPU as in diffusers, so the same seed gives the same
+video as in diffusers.
 
 `Wan22` is the model and does not depend on the engine. vLLM loads `Wan22Pipeline`, which owns the
 model.
@@ -66,12 +67,12 @@ from vllm_omni.outputs import RequestFailed
 
 EXPERTS = ("transformer", "transformer_2")
 _WARM_UP_STEPS = 2
-"""Number of denoise steps of the warm-up. With two steps, both experts run, because the second
-timestep is below every published boundary.
+"""Number of denoise steps during warm-up. Two steps are enough to run both experts, because the
+second timestep is below the boundary of every published checkpoint.
 """
 _SCHEDULER_COPIES = 4
-"""Number of tensors with the size of the latents that UniPC of order 2 needs in addition to the
-latents: two outputs, the last sample and the current output.
+"""Number of latent-sized tensors that second-order UniPC needs in addition to the latents: two
+stored outputs, the last sample and the current output.
 """
 
 
@@ -106,7 +107,7 @@ class Wan22Setup:
     quantization: QuantizationConfig | None = None
     """Quantization of the transformers' weights."""
     fast_paths: tuple[FastPath, ...] = ()
-    """Fast implementations that were considered for this setup, with the reason if one is not
+    """Fast implementations that were considered for this setup, each with the reason if it is not
     used.
     """
 
@@ -173,9 +174,11 @@ class VideoWork:
     latents [factor + z_dim, F, h, w] for `i2v`, and of latents [z_dim, 1, h, w] for `ti2v`.
     """
     texts: tuple[tuple[str, torch.Tensor], ...]
-    """The prompt and, with guidance, the negative prompt. Each is stored with its embeddings."""
+    """The prompt and, with guidance, the negative prompt, as (key, embeddings) pairs. The key is
+    the result of `prompt_key`.
+    """
     scheduler: Any
-    """Scheduler of this request. Only the last stage steps it."""
+    """Scheduler of this request. It is stepped only on the last pipeline stage."""
     timesteps: tuple[float, ...]
     """Timestep of each denoise step."""
     rope: tuple[torch.Tensor, torch.Tensor]
@@ -187,14 +190,17 @@ class VideoWork:
     cross_kv: list[torch.Tensor] = field(default_factory=list)
     """Cross-attention K/V of `texts` for one expert."""
     computed: tuple[bool, ...] = ()
-    """Flag of each denoise step that is true if the step runs the network. A skipped step uses
-    `flow`."""
+    """For each denoise step, whether the step runs the network. A step that does not run it uses
+    `flow`.
+    """
     flow: torch.Tensor | None = None
     """Prediction of the last step that ran the network, or None before the first step."""
 
     @classmethod
     def to_decode(cls, request: VideoRequest) -> "VideoWork":
-        """Return the working set of a request on the VAE stage. Its latents arrive later."""
+        """Return the working set of a request on the VAE stage. The latents arrive later from the
+        previous stage.
+        """
         nothing = torch.empty(request.latent_shape, device="meta")
         return cls(request, nothing, None, (), None, (), (nothing, nothing), 0)
 
@@ -203,8 +209,8 @@ Request = DiffusionRequest[OneShotSession, VideoWork]
 
 
 class Wan22(nn.Module):
-    """The Wan 2.2 model on one rank. It implements `SupportsStepExecution` for the components and
-    layers of this rank.
+    """The components and layers of Wan 2.2 on one rank. The class implements
+    `SupportsStepExecution`.
     """
 
     supports_step_execution: ClassVar[bool] = True
@@ -280,7 +286,7 @@ class Wan22(nn.Module):
 
     def session_nbytes(self, params: DiffusionParams) -> int:
         """Return the size in bytes of a request's state: latents, scheduler, conditioning, and the
-        K/V of two prompts for one expert.
+        cross-attention K/V of two prompts for one expert.
         """
         request = self._read(params)
         latents = 4 * torch.Size(request.latent_shape).numel()
@@ -439,11 +445,11 @@ class Wan22(nn.Module):
         request.session.chunk_index += 1
 
     def warmup_inputs(self) -> list[Inputs]:
-        """Return requests for videos of the largest size. Each has two denoise steps, so both
-        experts run.
+        """Return requests for videos of the largest size. Each request has two denoise steps, so
+        that both experts run.
 
-        For TI2V, there is a request with and one without a start image. The tokens of a start image
-        have a separate timestep, so the two cases are compiled separately.
+        For TI2V, there is one request with a start image and one without, because the tokens of a
+        start image have a separate timestep, and each case is compiled separately.
         """
         params = DiffusionParams(
             session_id="warm-up",
@@ -470,16 +476,16 @@ class Wan22(nn.Module):
         )
 
     def _expert_at(self, video: VideoWork, step: int) -> str:
-        """Return the name of a step's expert. The second expert runs strictly below the
-        boundary.
+        """Return the name of the expert that runs in a step. The second expert runs only at
+        timesteps strictly below the boundary.
         """
         ratio = self.checkpoint.boundary_ratio
         below = ratio is not None and video.timesteps[step] < ratio * NUM_TRAIN_TIMESTEPS
         return EXPERTS[below]
 
     def _computed_steps(self, video: VideoWork) -> tuple[bool, ...]:
-        """Return a flag for each step that is true if the step is computed. The first step of an
-        expert is always computed.
+        """Return, for each step, whether the step is computed. The first step of each expert is
+        always computed.
         """
         threshold, steps = video.request.step_cache, range(len(video.timesteps))
         if threshold is None:
@@ -496,8 +502,8 @@ class Wan22(nn.Module):
         return video.flow
 
     def _switch_expert(self, video: VideoWork, name: str) -> None:
-        """Compute the prompts' K/V for the expert `name`, unless they are those of this expert.
-        With tensor parallelism, this is a collective operation.
+        """Compute the cross-attention K/V of the prompts for the expert `name`, unless the stored
+        K/V already belong to that expert. With tensor parallelism, this is a collective operation.
         """
         if video.expert != name:
             own = (
@@ -511,8 +517,9 @@ class Wan22(nn.Module):
             video.expert = name
 
     def _inputs(self, video: VideoWork) -> torch.Tensor:
-        """Return the network's input: the latents, the latents with the conditioning as additional
-        channels, or the latents with the image as first latent frame."""
+        """Return the network's input: the latents alone, the latents with the conditioning as
+        additional channels, or the latents with the start image as their first latent frame.
+        """
         if video.condition is None:
             return video.latents
         if video.clean_frames:
@@ -524,13 +531,13 @@ class Wan22(nn.Module):
         return torch.cat((video.condition, video.latents[:, video.clean_frames :]), dim=1)
 
     def _condition(self, image_HWC: torch.Tensor, wanted: VideoRequest) -> torch.Tensor:
-        """Return the conditioning on a start image. For `ti2v`, it is the latents of the image
-        [z_dim, 1, h, w]. For `i2v`, it is the mask and latents of all frames [factor + z_dim, F,
-        h, w].
+        """Return the conditioning on a start image. For `ti2v`, it consists of the latents of the
+        image, [z_dim, 1, h, w]. For `i2v`, it consists of the mask and latents of all frames,
+        [factor + z_dim, F, h, w].
         """
         assert self.vae is not None
-        # Like diffusers, scale to [0, 1] first and then to [-1, 1], so the results are
-        # bit-identical.
+        # As in diffusers, pixels are scaled to [0, 1] first and then to [-1, 1], so that they are
+        # bit-identical to those of diffusers.
         pixels = 2.0 * (image_HWC.to(self.device).float() / 255.0) - 1.0
         pixels_1C1HW = pixels.permute(2, 0, 1)[None, :, None]
         if self.checkpoint.kind == "ti2v":

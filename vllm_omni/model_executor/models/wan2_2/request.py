@@ -2,8 +2,8 @@
 """Validates everything that a client may send with one video request.
 
 `read_request` returns a `VideoRequest` with all defaults resolved, or raises `RequestFailed` with
-the field, its value and the allowed values. It allocates nothing on a device and returns the same
-result on every rank.
+the field, its value and the allowed values. The function allocates nothing on a device and returns
+the same result on every rank.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class VideoRequest:
     prompt: str
     """Text that describes the video."""
     negative_prompt: str
-    """Text to guide away from."""
+    """Text from which the guidance steers the video away."""
     height: int
     """Height of the video in pixels."""
     width: int
@@ -57,8 +57,8 @@ class VideoRequest:
 
     @property
     def guided(self) -> bool:
-        """Return whether the network also runs with the negative prompt. As in diffusers, the
-        guidance scale of the first expert determines this for both experts.
+        """Return whether the network also runs with the negative prompt. As in diffusers, the first
+        expert's guidance scale decides for both experts.
         """
         return self.guidance > 1
 
@@ -66,7 +66,8 @@ class VideoRequest:
 def read_request(
     params: DiffusionParams, checkpoint: Wan22Checkpoint, options: Wan22Options, omni: OmniConfig
 ) -> VideoRequest:
-    """Validate the parameters of a request and resolve its defaults. The tensors are not read.
+    """Validate the parameters of a request and resolve their defaults. The request's tensors are
+    not read.
 
     Raises:
         RequestFailed: A value is invalid.
@@ -161,8 +162,8 @@ def read_image(
 
 
 def default_num_frames(checkpoint: Wan22Checkpoint, options: Wan22Options) -> int:
-    """Return the default number of frames: the server's default or, if there is none, the authors'
-    default within the server's limit.
+    """Return the default number of frames: the server's default or, if there is none, the default
+    of the model's authors, reduced to the server's limit.
     """
     wanted = options.defaults.num_frames or min(
         recommended(checkpoint).num_frames, options.max_num_frames
@@ -191,8 +192,8 @@ def _guidance(
 ) -> tuple[float, float]:
     """Return the guidance scales above and below the boundary.
 
-    As in diffusers, a single scale in the request applies to both experts, unless it equals the
-    default.
+    As in diffusers, if the request contains only one scale, it applies to both experts, unless it
+    equals the default.
     """
     first, second = default_guidance(checkpoint, options)
     if params.guidance_scale is not None and params.guidance_scale != first:

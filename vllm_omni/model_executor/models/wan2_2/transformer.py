@@ -2,10 +2,11 @@
 """The bidirectional transformer of Wan 2.1 and 2.2. One forward pass processes several videos at
 different timesteps.
 
-The module contains the parameters and maths of one network on this rank (a tensor-parallel shard, a
-pipeline stage, or a part of the tokens). It does not depend on requests, guidance or schedules. A
-batch entry attends to all of its tokens and to the 512 text embeddings of its prompt. Leading
-latent frames may be clean; their tokens then have timestep 0 (`expand_timesteps` of Wan 2.2).
+The module holds the parameters of one network on one rank and implements the computation of that
+rank (a tensor-parallel shard, a pipeline stage, or a part of the tokens). It does not depend on
+requests, guidance or schedules. A batch entry attends to all of its tokens and to the 512 text
+embeddings of its prompt. Leading latent frames may be clean; the tokens of clean frames have
+timestep 0 (`expand_timesteps` in Wan 2.2).
 
 Maths: diffusers `WanTransformer3DModel` 0.42 (Wan-Video/Wan2.2, wan/modules/model.py).
 """
@@ -33,8 +34,8 @@ from vllm_omni.model_executor.models.wan2_2.config import Wan22Config
 
 
 class OwnTokens:
-    """Replaces the K/V window in a bidirectional network. Attention reads the K/V that its layer
-    has just written.
+    """Replaces the K/V window in a bidirectional network. Each attention layer reads the K/V that
+    the same layer has just written.
     """
 
     def __init__(self) -> None:
@@ -78,8 +79,8 @@ class VideoItem:
 
 
 class Wan22Transformer(WanTransformer[Wan22Config]):
-    """The layers of one network on this rank. The constructor leaves parameters uninitialised,
-    in torch's default dtype and on its default device.
+    """The layers of one network on one rank. The constructor creates uninitialised parameters in
+    torch's default dtype on torch's default device.
     """
 
     def __init__(
@@ -119,8 +120,8 @@ class Wan22Transformer(WanTransformer[Wan22Config]):
             hidden_BTD: Result of the previous pipeline stage, or None on the first stage.
 
         Returns:
-            The flow [B, out_channels, F, h, w], fp32, on the last stage, and hidden states on
-            earlier stages.
+            On the last stage, the flow [B, out_channels, F, h, w], fp32; on earlier stages, hidden
+            states.
         """
         size = items[0].inputs.shape[1:]
         num_tokens = self.num_tokens(items[0].inputs)
@@ -142,7 +143,9 @@ class Wan22Transformer(WanTransformer[Wan22Config]):
     def _times(
         self, items: Sequence[VideoItem], tokens_per_frame: int, own: slice
     ) -> tuple[TimestepEmbeddings, TimestepEmbeddings]:
-        """Return the timestep embeddings for the head and those for the blocks."""
+        """Return the timestep embeddings for the head and the timestep embeddings for the
+        blocks.
+        """
         clean = any(item.clean_frames for item in items)
         timesteps = [*(item.timestep for item in items), *([0.0] if clean else [])]
         time, modulation = embed_time(

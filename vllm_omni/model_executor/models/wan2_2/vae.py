@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The autoencoders of Wan 2.1 and 2.2 for whole clips (`VideoVAE`). Latents are normalised.
 
-The network is `StreamingWanVAE`, which streams use too. With tiling, and on GPUs where it cannot be
-fused, diffusers' `AutoencoderKLWan` is used instead. It stores its feature cache in the model
-during a call and clears it after the call, so calls must not overlap.
+The network is `StreamingWanVAE`, which streaming models also use. With tiling, and on GPUs where
+`StreamingWanVAE` cannot be fused, diffusers' `AutoencoderKLWan` is used instead. `AutoencoderKLWan`
+stores its feature cache in the model during a call, so calls must not overlap.
 """
 
 # C channels, T frames, H height, W width
@@ -45,7 +45,7 @@ class VideoVAE(nn.Module):
         check_vae_keys(dict(values))
         self.dtype = dtype
         config = VAEConfig.from_dict(values)
-        device = torch.empty(0).device  # the device on which layers are built
+        device = torch.empty(0).device  # torch's default device, on which layers are built
         fused = fused_vae(device, dtype)
         self.fast_paths: tuple[FastPath, ...] = ()
         if not tiling and (device.type == "cpu" or fused.is_on):

@@ -52,7 +52,7 @@ def load_pipeline_weights(
     vae: VideoVAE | None,
     text_encoder: TextEncoder | AwaitedText | None,
 ) -> None:
-    """Check that all components of this rank exist, and load them.
+    """Check that all components that this rank needs exist, and load them.
 
     Raises:
         ValueError: A component is missing or does not match the model.
@@ -83,9 +83,9 @@ def adapter_targets(
     experts: Mapping[str, nn.Module], config: Wan22Config
 ) -> dict[str, AdapterTarget]:
     """Return the experts as targets of LoRA adapters. If there are two experts, the name of an
-    adapter file may identify its expert.
+    adapter file may identify the expert to which the adapter belongs.
     """
-    # Imported here, because the description of a checkpoint does not require this module.
+    # Imported here, because code that only describes a checkpoint does not need this module.
     from vllm_omni.model_executor.models.wan.transformer.layers import PatchEmbedding
 
     marks = _FILE_MARKS if len(experts) > 1 else {}

@@ -3,7 +3,7 @@
 1.5, and an autoencoder for the single images of Waypoint-1.
 
 Latents are not normalised. Waypoint-1's autoencoder is a residual network with weight-normalised
-convolutions. This autoencoder always computes 512x512 pixels.
+convolutions. This autoencoder always processes images of 512x512 pixels.
 """
 
 # T frames, C channels, H, W pixels
@@ -25,10 +25,12 @@ from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
 
 
 class FrameCodec(nn.Module):
-    """An autoencoder for sessions. The decoder's memory does not depend on the video size."""
+    """An autoencoder for sessions. The size of the decoder's cache does not depend on the video
+    size.
+    """
 
     layout: CacheLayout | None = None
-    """Shapes of the decoder's memory. None: the decoder has no memory."""
+    """Shapes of the decoder's cache. None: the decoder has no cache."""
 
     def encode_image(self, image_HWC: torch.Tensor) -> torch.Tensor:
         """Encode a start image, uint8 of any size on the codec's device, as fp32 [C, h, w]."""
@@ -171,8 +173,8 @@ def _residual(channels: int, count: int) -> nn.Module:
 
 
 class ImageStages(nn.Module):
-    """Stages that each convert one of `widths` to the next. The parameters have their names in the
-    file.
+    """Stages that each convert one of `widths` to the next. The parameters have the same names as
+    in the checkpoint file.
 
     The result of a stage is the sum of its layers' result and a shortcut. The shortcut is a
     convolution and `fold`, which moves pixels to channels or back.
@@ -208,8 +210,8 @@ class ImageStages(nn.Module):
 
 
 class ImageEncoder(ImageStages):
-    """Encoder of images, which returns the mean. Its arguments are the keys of the released YAML
-    file."""
+    """Image encoder, which returns the mean of the latents. Its arguments are the keys of the
+    released YAML file."""
 
     def __init__(
         self,

@@ -3,8 +3,8 @@
 
 The released file of 1.5 (393 tensors) and the state dict of the original engine (361 tensors; 366
 in Waypoint-1, which was released in this form) have different names. `network_source` converts both
-to the names of `WaypointTransformer`. Both files repeat the six modulation projections for every
-block. The loader checks that the copies are equal."""
+naming schemes to the names of `WaypointTransformer`. Both kinds of file repeat the six modulation
+projections for every block. The loader checks that the copies are equal."""
 
 import logging
 import math
@@ -54,7 +54,7 @@ _TAEHV_WIDTHS: Final = ("encoder.0", "decoder.1", "decoder.8", "decoder.14", "de
 """Convolutions of TAEHV. The numbers of output channels of these convolutions are arguments of
 `StreamingTAEHV`."""
 LAYOUTS = ("v1_5", "v1")
-"""Names of the released layouts, as `make-tiny` uses them."""
+"""Names of the released layouts, which `make-tiny` can write."""
 IMAGES_FOLDER, TEXT_FOLDER = "ae", "text_encoder"
 AUTOENCODER_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "encoder": (
@@ -67,7 +67,8 @@ AUTOENCODER_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "decoder": ("latent_channels", "ch_0", "ch_max", "decoder_blocks_per_stage", "channels"),
 }
-"""Keys that are read from each half's `{half}_conf.yml` of Waypoint-1's autoencoder."""
+"""Keys that are read from `{half}_conf.yml`, the config of each half of Waypoint-1's autoencoder.
+"""
 UMT5_XL: dict[str, Any] = {**UMT5_XXL, "d_model": 2048, "d_ff": 5120, "num_heads": 32}
 """`UMT5Config` values of google/umt5-xl."""
 
@@ -141,7 +142,7 @@ def transformer_shapes(config: WaypointConfig, *, stored: bool = False) -> dict[
 
 @cache
 def _network_shapes(config: WaypointConfig) -> dict[str, Shape]:
-    # Imported here, because describing a checkpoint does not need it.
+    # Imported here, because code that only describes a checkpoint does not need the network.
     from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer
 
     with torch.device("meta"):

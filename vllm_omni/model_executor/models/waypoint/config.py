@@ -28,9 +28,9 @@ from vllm_omni.model_executor.streaming.stream import StreamModelSetup
 logger = logging.getLogger("vllm." + __name__)
 
 CODEC_STRIDE: Final = 16
-"""Side of a latent cell in pixels of the autoencoder's frame, in both generations."""
+"""Side length of a latent cell, in pixels of the autoencoder's frames, in both generations."""
 PROMPT_ROWS: Final = 512
-"""Sequence length of an encoded prompt. Padding is zero and takes part in attention."""
+"""Sequence length of an encoded prompt. Padded positions are zero and take part in attention."""
 
 DEFAULT_PROMPT: Final = "An explorable world"
 """Default prompt of Waypoint-1."""
@@ -63,7 +63,7 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
     global_window: Count
     """Number of frames covered by the window of a global layer, including the current one."""
     global_pinned_dilation: Count
-    """Distance n of the retained frames: a global layer retains every n-th frame of its window."""
+    """Distance n between retained frames: a global layer retains every n-th frame of its window."""
     global_attn_period: Count
     """Period n of the global layers: every n-th layer is global."""
     base_fps: Count
@@ -101,7 +101,7 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
     temporal_compression: Count = 1
     """Number of video frames per latent frame."""
     value_residual: bool = False
-    """Whether layers mix in the values of the first layer."""
+    """Whether layers mix in the attention values of the first layer."""
     gated_attn: bool = False
     """Whether attention heads have gates."""
     rope_nyquist_frac: float = 0.8
@@ -262,7 +262,7 @@ _UNUSED = (
     "ae_uri",
     "prompt_encoder_uri",
 )
-"""Keys of `config.yaml` that concern training or other files."""
+"""Keys of `config.yaml` that are ignored, because they concern only training or other files."""
 _FIXED: Final = (
     "latent_frames_per_chunk",
     "first_chunk_latent_frames",

@@ -63,8 +63,8 @@ GRIDS: Final[Mapping[str, tuple[int, int]]] = {"waypoint": (16, 32), "waypoint_3
 
 
 def released_config(name: str) -> WaypointConfig:
-    """Return the configuration of a release. Names in `GRIDS` are releases of Waypoint 1.5, and all
-    other names stand for Waypoint-1."""
+    """Return the configuration of a release. The names in `GRIDS` are releases of Waypoint 1.5. All
+    other names refer to Waypoint-1."""
     if name not in GRIDS:
         return WaypointConfig.from_checkpoint(_WAYPOINT_1)
     height, width = GRIDS[name]

@@ -38,15 +38,16 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class FrameWindow(KVWindow):
-    """A window with the K/V of the current frame and of all frames that have an index divisible by
-    `dilation`.
+    """A window with the K/V of the current frame and of those earlier frames whose index is
+    divisible by `dilation`.
 
     A retained frame overwrites the slot of the frame that it evicts, and it does not attend to the
-    evicted frame. All other frames use the slot after the retained frames while they are current.
+    evicted frame. Every other frame uses the slot after the retained frames while it is the current
+    frame.
 
     Args:
         window_frames: Number of frames that the window covers.
-        dilation: Distance of the retained frames: every `dilation`-th frame is retained.
+        dilation: Distance between retained frames: every `dilation`-th frame is retained.
         window: Other arguments of `KVWindow`.
     """
 
@@ -191,8 +192,8 @@ class WaypointSession(StreamingSession[FrameRings, SessionValue]):
         return self.check_committed(self.window.committed_frames)
 
     def check_committed(self, committed_frames: int) -> range:
-        """Check that there is one frame per chunk, and optionally one for a start image. Return the
-        frame of the next chunk."""
+        """Check that there is one committed frame per chunk, and at most one more for a start
+        image. Return the frame of the next chunk."""
         if committed_frames - self.chunk_index not in (0, 1):
             raise RequestFailed(
                 "invalid_snapshot", "the snapshot's chunks and frames do not fit together"

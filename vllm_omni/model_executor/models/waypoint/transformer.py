@@ -5,9 +5,9 @@ of a rectified flow.
 The tokens of a frame attend to each other and to the frames in every layer's ring buffer, without a
 mask. The noise level and the controls are represented by one vector each. The noise level acts
 through ada-RMS modulation, with six projections that all blocks share (a block only has its own
-biases). The controls act through a small MLP in every few blocks. Waypoint-1 adds gates on heads
-and cross-attention to a prompt. Waypoint 1.5 mixes the values of its first layer into all other
-layers; pipeline stages send these values along with the residual stream.
+biases). The controls act through a small MLP in every `ctrl_conditioning_period`-th block.
+Waypoint-1 adds gates on heads and cross-attention to a prompt. Waypoint 1.5 mixes the values of its
+first layer into all other layers; pipeline stages send these values along with the residual stream.
 
 No step of a forward pass synchronises with the device. Values that differ between frames are device
 tensors, so one CUDA graph serves all frames of a session.
@@ -128,12 +128,12 @@ class FusedOps(layers_fused_ops.FusedOps):
     silu_sum: Callable[..., torch.Tensor] = silu_sum
 
 
-# -- a forward's inputs ----------------------------------------------------------------------------
+# -- inputs of a forward pass ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class FrameItem:
-    """One batch entry of a forward pass. Its tensors are on the model's device."""
+    """One batch entry of a forward pass, with tensors on the model's device."""
 
     latents: torch.Tensor
     """Input latents, fp32 [C, h, w]."""
@@ -217,7 +217,7 @@ def whole_mlp(width: int, hidden: int, out: int) -> nn.Sequential:
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention of a frame to its ring buffer. `layer` is the index of the layer in
+    """Grouped-query attention of a frame over its ring buffer. `layer` is the index of the layer in
     the whole network."""
 
     def __init__(self, build: LayerBuilder, layer: int) -> None:
@@ -434,7 +434,7 @@ class WaypointTransformer(StageNetwork):
         super().clear_derived()
         self._modulation.clear()
 
-    # -- once a frame or less ----------------------------------------------------------------------
+    # -- at most once per frame --------------------------------------------------------------------
 
     def embed_noise(self, sigma: float) -> torch.Tensor:
         """Return the embedding of a noise level in [0, 1], fp32 [D]. Phases are fp32 products, as
@@ -509,7 +509,7 @@ class WaypointTransformer(StageNetwork):
         angles = torch.cat((of_x, of_y), dim=-1).flatten(0, 1)
         return angles.cos().float(), angles.sin().float()
 
-    # -- a forward ---------------------------------------------------------------------------------
+    # -- forward pass ------------------------------------------------------------------------------
 
     def forward(
         self, items: Sequence[FrameItem], hidden_BTD: torch.Tensor | None = None

@@ -4,8 +4,8 @@ around a model.
 
 `NullImagePipeline` follows the contract of one-shot models (entrypoints/openai/__init__.py) and
 takes almost no time. An image depends only on prompts, seed, steps, guidance and input images. The
-image does not depend on its batch or on how `n` is split into requests. `DiffusionParams.options`
-can delay a request or make it fail (`NullFaults`).
+image does not depend on the other requests in its batch or on how the `n` images are split into
+requests. `DiffusionParams.options` can delay a request or make it fail (`NullFaults`).
 
 An image consists of 8 x 8 pixel squares, one per latent, with the colour of the latent. The first
 square has the mean colour of all input images, or is black if there are none. The grey level of the

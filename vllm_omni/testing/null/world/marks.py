@@ -5,10 +5,10 @@ read the actions even after the frames have passed through codecs and browsers.
 Each square has 8 x 8 pixels. A frame has one square per button, one per axis and one for the wheel,
 in the order of the action space. The squares fill the bottom of the frame from left to right, and
 then the rows above. The square of a held button is white, and that of a released button is black.
-The square of an axis or the wheel has gray value 128 at rest. An axis or
-the wheel changes its gray value by up to 127. The change is in proportion to the range of an axis,
-or equal to the value of the axis if the range is unlimited. A chunk without any action has no
-squares.
+The square of an axis or the wheel has gray value 128 at rest. Moving the axis or the wheel changes
+this gray value by up to 127. The change is the value of the axis, scaled so that the largest value
+of its range changes the gray value by 127, or unscaled if the range is unlimited. A chunk without
+any action has no squares.
 """
 
 import numpy as np
@@ -34,7 +34,7 @@ def levels(space: ActionSpace, rows: ActionFrames) -> np.ndarray:
 
 
 def draw(frames_THWC: torch.Tensor, space: ActionSpace, rows: ActionFrames) -> None:
-    """Draw the squares for T rows of controls into T frames, which are uint8."""
+    """Draw the squares for T rows of controls into T uint8 frames."""
     for position, gray_T in enumerate(torch.from_numpy(levels(space, rows)).unbind(1)):
         top, left = _corner(position, *frames_THWC.shape[1:3])
         frames_THWC[:, top : top + SIDE, left : left + SIDE] = gray_T[:, None, None, None]

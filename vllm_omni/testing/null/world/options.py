@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of `null_world`. This module imports nothing heavy."""
+"""Options of `null_world`. This module imports only lightweight modules."""
 
 import msgspec
 

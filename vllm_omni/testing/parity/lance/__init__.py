@@ -2,8 +2,8 @@
 """Compares Lance with golden files: decoder, latents, packing, the sampling of each task, vision
 tower and autoencoder.
 
-All sizes are read from the recordings and their metadata, so a directory may use any sizes, prompts
-and seeds. `recorded.py` defines the tolerances.
+All sizes are read from the recordings and their metadata, so golden files may use any sizes,
+prompts and seeds. `recorded.py` defines the tolerances.
 """
 
 from pathlib import Path

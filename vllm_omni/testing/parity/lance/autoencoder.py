@@ -42,7 +42,7 @@ def run_vae(scenario: GoldenScenario) -> None:
         mean, log_var = vae.posterior(scenario.get(f"{clip}.x"))
         judge("encode: mean", mean, f"{clip}.mu_norm", VAE)
         judge("encode: log-variance", log_var, f"{clip}.logvar", VAE)
-        # The recording precedes the clamp to [-1, 1], which is part of our decoder.
+        # The original was recorded before the clamp to [-1, 1], which is part of our decoder.
         expected = scenario.get(f"{clip}.dec").clamp(-1.0, 1.0)
         scenario.compare("decode", vae.decode_video(scenario.get(f"{clip}.z")), expected, VAE)
 

@@ -140,7 +140,9 @@ class Fp32Judge:
 
 
 class Bf16Judge:
-    """Compares a stage by relative L2 distance, and tokens only as far as bf16 determines them."""
+    """Compares a stage by relative L2 distance, and tokens only up to the first one that bf16
+    rounding can change.
+    """
 
     def __init__(self, scenario: GoldenScenario, fp32: GoldenScenario) -> None:
         self.scenario, self.fp32 = scenario, fp32
@@ -161,7 +163,7 @@ class Bf16Judge:
         self.scenario.compare(f"{stage} (relative L2)", distance, torch.tensor(0.0), allowed)
 
     def _decided(self, logits: str) -> int:
-        """Return the number of tokens at the start that bf16 determines unambiguously."""
+        """Return the number of initial tokens that bf16 rounding cannot change."""
         chosen_by = self.fp32.get(logits)
         # These logits were recorded after each token, so the prompt's last logits determine the
         # first token.

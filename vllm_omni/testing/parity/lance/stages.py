@@ -57,7 +57,7 @@ def compare_text(scenario: GoldenScenario, model: ToyModel, judge: Judge) -> Non
 
 def compare_velocity(scenario: GoldenScenario, model: ToyModel, judge: Judge) -> None:
     """Compare one velocity prediction after a short context, stage by stage. The prediction must
-    not add to the context.
+    not make the context longer.
     """
     if "b.x_t" not in scenario:
         return

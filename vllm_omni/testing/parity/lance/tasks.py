@@ -70,7 +70,7 @@ class TaskInputs:
     noise: torch.Tensor | None
     """Initial noise of the sampling. None for understanding tasks."""
     first_frame: torch.Tensor | None
-    """Latents of the given first frame. None: the task has no given frame."""
+    """Latents of the first frame, if the task specifies this frame. None: the task does not."""
     visuals: VisualContents
     """Embeddings of the task's visual inputs."""
 
@@ -229,8 +229,8 @@ def _compare_generation(
 ) -> None:
     """Compare the sampling of a task, starting from the recorded noise.
 
-    The path of the original that uses no K/V cache corresponds to separate positions in this
-    package.
+    In the original's code path without a K/V cache, the unconditional context has its own
+    positions, so recordings of this path are compared with `uncond_positions="own"`.
     """
     cached = recorded.endswith(".kv")
     steps = _num_steps(scenario, inputs.task)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roles of ranks. This module contains the table from which the role of a rank is chosen at
-startup.
-"""
+"""Roles of ranks, and the table from which the role of a rank is chosen at startup."""
 
 from collections.abc import Callable, Mapping
 
@@ -19,8 +17,8 @@ STEPS: Mapping[str, Callable[[RankParts], StepSplit]] = {
         parts.model, parts.parallel.stage, parts.parallel.num_stages
     ),
 }
-"""Functions that return which denoise steps of a chunk a rank with layers runs, by the value of
-`omni.pipeline`."""
+"""Functions that return the `StepSplit` of a rank with layers, by the value of `omni.pipeline`. A
+`StepSplit` defines which denoise steps of a chunk the rank runs."""
 
 
 def _with_layers(role: Callable[[RankParts, StepSplit], LayersRole]) -> Callable[[RankParts], Role]:
@@ -35,8 +33,7 @@ ROLES: tuple[tuple[Callable[[RankParts], bool], Callable[[RankParts], Role]], ..
     (lambda parts: parts.parallel.last_stage, _with_layers(LastStage)),
     (lambda parts: True, _with_layers(LayersStage)),
 )
-"""Pairs of a condition and a role. A rank gets the role of the first condition that is true for it.
-"""
+"""Pairs of a condition and a role. Each rank has the first role whose condition it meets."""
 
 
 def role_for(parts: RankParts) -> Role:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The last pipeline stage with layers if a VAE stage follows (`omni.vae_stage`).
 
-This stage runs the noise schedule, checks chunks and commits them. After every step, it sends a
-small host message to the VAE stage (`send_to_vae_stage`). As soon as the latents of a chunk are
-final, the message includes them; this may be one clean-context pass before the chunk ends. Messages
-to the VAE stage must not wait for the current denoise step, so the host waits for the device before
-a step instead of after it.
+This stage runs the noise schedule, checks chunks and commits them. After every step, this stage
+sends a small host message to the VAE stage (`send_to_vae_stage`). As soon as the latents of a chunk
+are final, the message includes them; this may be one clean-context pass before the chunk ends.
+Messages to the VAE stage must not wait for the current denoise step, so the host waits for the
+device before a step instead of after it.
 """
 
 from collections.abc import Sequence

@@ -50,7 +50,9 @@ Envelopes = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class RankParts:
-    """The objects that a role uses. Each rank creates them once, after loading the model."""
+    """The objects that a role uses. Each rank creates these objects once, after loading the
+    model.
+    """
 
     omni: OmniConfig
     """Options of this package."""
@@ -75,7 +77,7 @@ class RankParts:
     in_flight: ChunksInFlight
     """Chunks in flight on the rank."""
     admission: Admission
-    """Object that admits and releases requests."""
+    """Admits and releases requests."""
     results: ResultStream
     """Decodes chunks and copies results to the host."""
     pacer: StepPacer
@@ -87,7 +89,9 @@ class RankParts:
     shares_decode: bool
     """Whether the ranks that share a stage decode together."""
     overlap: bool
-    """Whether the result of a chunk is returned in an engine step after the chunk's last step."""
+    """Whether the result of a chunk is returned in a later engine step than the one that runs the
+    chunk's last step.
+    """
     max_batch_size: int
     """Maximum number of requests in one forward pass."""
 
@@ -187,8 +191,8 @@ class Role(ABC):
         )
 
     def connect(self) -> None:
-        """Connect all stages in the forward direction, and the stages with layers also backward
-        (collective).
+        """Connect all stages in the forward direction, and the stages with layers also in the
+        backward direction (collective).
 
         This method must be called before the first chunk.
         """

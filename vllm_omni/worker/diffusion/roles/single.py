@@ -9,7 +9,7 @@ share the layers (tensor or sequence parallelism). An engine step, from top to b
         forward     one forward pass for one batch, then the scheduler of the diffusion model
         end_batch   check, decode and commit the chunks whose last step this was
 
-The roles for several pipeline stages (`with_layers.py`) override single methods of this class.
+The roles for several pipeline stages (`with_layers.py`) override individual methods of this class.
 Tests: tests/worker/test_diffusion_model_runner.py, test_in_flight.py, test_overlap.py and
 tests/engine/test_parallel.py.
 """
@@ -86,8 +86,8 @@ class SingleRank(Role):
         """Run one forward pass for one batch.
 
         If the engine has one rank, an exception fails only the request that causes it, because the
-        batch is repeated one request at a time. If it has several ranks, the exception is raised
-        and the engine exits, because the other ranks wait in the collectives of the batch.
+        batch is repeated one request at a time. If the engine has several ranks, the exception is
+        raised and the engine exits, because the other ranks wait in the collectives of the batch.
 
         Args:
             states: Requests with equal `batch_key` and adapters.

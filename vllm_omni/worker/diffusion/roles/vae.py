@@ -4,14 +4,14 @@
 The last stage with layers (`BeforeVAE`) sends a small host message after every step. The message
 contains the latents of a chunk as soon as they are final. The VAE stage starts the decode on a
 separate CUDA stream and returns to the engine immediately, so the next step is scheduled while both
-devices work. A result is returned by the first engine step that finds it ready. An engine step that
-only collects results waits for them, but only briefly, because other batches are queued.
+devices work. The first engine step that finds a result ready returns the result. An engine step
+that only collects results waits for them, but only briefly, because other batches may be queued.
 
 The VAE stage commits a chunk when the ranks with layers have committed it. If the decode of a chunk
-fails before that (during a clean-context pass), the session is not changed. If the decode fails in
-the step that commits the chunk, the other ranks have already committed it. The session then remains
-live on all ranks, but every later chunk is refused until the session is closed or reset. This
-module does not depend on a model.
+fails before this commit (during a clean-context pass), the session is not changed. If the decode
+fails in the step that commits the chunk, the other ranks have already committed the chunk. The
+session then remains live on all ranks, but every later chunk is refused until the session is closed
+or reset. This module does not depend on a model.
 """
 
 import time
@@ -35,7 +35,7 @@ short, because other batches may be queued.
 _POLL_S = 0.0005
 _MAX_DECODES = 3
 """Maximum number of decodes in flight, of all sessions together. At this limit, the VAE stage waits
-for the oldest decode and thus delays the steps, because it is the slowest stage.
+for the oldest decode and thus delays the steps, because the VAE stage is then the slowest stage.
 """
 
 
@@ -94,8 +94,8 @@ class VAEStage(Role):
     ) -> list[RequestState]:
         """Apply the message that the last stage with layers has sent after a step.
 
-        On ranks that decode, committed chunks then have a `pending` result. Refused and failed
-        requests then have a `failure`.
+        After the call, committed chunks on ranks that decode have a `pending` result, and refused
+        and failed requests have a `failure`.
 
         Args:
             states: Scheduled requests.
@@ -132,8 +132,8 @@ class VAEStage(Role):
 
         Args:
             due: Requests with a pending result.
-            alone: Whether the step only collects results. Such a step waits for up to `_WAIT_S`
-                until a result has arrived.
+            alone: Whether the step only collects results. Such a step waits up to `_WAIT_S` seconds
+                for a result to arrive.
         """
         deadline = time.perf_counter() + _WAIT_S
         while True:
@@ -177,7 +177,7 @@ class VAEStage(Role):
 
     def _loss(self, state: RequestState) -> RequestFailed | None:
         """Return the reason why the session of a new chunk cannot continue. The result is None if
-        it can continue, or if it is not live.
+        the session can continue or is not live.
         """
         if state.chunk is not None or state.params is None or state.is_session_operation:
             return None

@@ -73,7 +73,7 @@ class EveryStep:
 
 @dataclass(frozen=True)
 class MicroStep:
-    """Outcome of one micro-step, from which the message to the next stage is created."""
+    """Outcome of one micro-step, from which the message to the next stage is built."""
 
     states: Sequence[RequestState]
     """All scheduled requests."""

@@ -28,7 +28,7 @@ from vllm_omni.worker.diffusion.sessions.in_flight import ChunksInFlight
 from vllm_omni.worker.diffusion.sessions.store import SessionStore
 
 _UNKNOWN = 2**31 - 1
-"""Number of frames that is used for a session that does not exist yet. The number is larger than
+"""Number of frames that is assumed for a session that does not exist yet. The number is larger than
 any window."""
 
 
@@ -95,7 +95,7 @@ class Admission:
     ) -> None:
         """Acquire the session and the conditioning of a request, or run its session operation.
 
-        This method raises no exceptions. Afterwards, the request has a `chunk`, a result or a
+        This method raises no exceptions. After the call, the request has a `chunk`, a result or a
         `failure`.
 
         Args:
@@ -167,8 +167,8 @@ class Admission:
             self._drop_unborn_session(state)
 
     def _select(self, state: RequestState, before: Selection) -> Selection:
-        """Select the adapters that the chunk specifies. If it specifies none, select those of its
-        predecessor."""
+        """Select the adapters that the chunk specifies. If the chunk specifies none, select the
+        adapters of its predecessor."""
         assert state.params is not None
         if state.params.lora is not None:
             return self._adapters.select(state.params.lora)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BackgroundSnapshots`: periodic snapshots of live sessions on one rank that hardly delay chunks.
+"""`BackgroundSnapshots`: takes periodic snapshots of the live sessions on one rank with little
+delay for their chunks.
 
 A session is copied to host memory between two engine steps, and a thread writes the copy to a file
 during the next steps, so only the copy delays the engine. Only one snapshot is written at a time.
@@ -27,7 +28,8 @@ from vllm_omni.worker.diffusion.sessions.snapshots import (
 )
 
 _PIECE_BYTES: Final = 8 << 20
-"""Number of bytes that are written per system call. The main thread can run during a call."""
+"""Number of bytes that are written per system call. The main thread can run during a system call.
+"""
 
 
 class BackgroundSnapshots:
@@ -104,7 +106,7 @@ class BackgroundSnapshots:
             position += tensor.nbytes
             if not tensor.nbytes:
                 continue
-            # A slot may be misaligned for the dtype of its tensor. Copy the bytes in this case.
+            # If a slot is misaligned for the dtype of its tensor, copy the tensor as bytes.
             if slot.storage_offset() % tensor.element_size():
                 slot.copy_(tensor.contiguous().view(-1).view(torch.uint8))
             else:

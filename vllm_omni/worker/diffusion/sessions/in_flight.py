@@ -2,13 +2,14 @@
 """`ChunksInFlight`: the chunks of each session that this rank has started but not committed.
 
 `ChunkOrder` decides which chunks in flight may run a step. If a chunk fails or is aborted, all
-later chunks of the session fail, too, because they were computed from it. The session retains its
-last committed state.
+later chunks of the session fail, too, because they were computed from the failed chunk. The session
+retains its last committed state.
 
 The first pipeline stage decides which chunks may start (`waiting`) and assigns their indices; later
-stages follow its mask. The last stage is the first to detect a failure. Earlier stages may still
-send later chunks of the session to it. For these chunks, `failed` finds the failed predecessor
-until the scheduler releases it. This module does not depend on a model or on the scheduler.
+stages follow the mask that they receive. The last stage is the first to detect a failure, and
+earlier stages may still send it later chunks of the session. For these chunks, `failed` finds the
+failed predecessor until the scheduler releases the predecessor. This module does not depend on a
+model or on the scheduler.
 """
 
 from collections.abc import Sequence
@@ -23,8 +24,8 @@ class ChunksInFlight:
     """Chunks in flight on one rank, oldest chunk first.
 
     Args:
-        limit: Maximum number of chunks of a session in flight. If it is 1, no chunk waits, and no
-            chunk has a predecessor in flight.
+        limit: Maximum number of chunks of a session in flight. If the limit is 1, no chunk waits,
+            and no chunk has a predecessor in flight.
     """
 
     def __init__(self, limit: int) -> None:
@@ -77,8 +78,8 @@ class ChunksInFlight:
         return not self.order.may_move(step, steps, established=established)
 
     def failed(self, session_id: str, index: int) -> DiffusionRequest | None:
-        """Return the newest failed chunk of a session with this index that has not been released.
-        The result is None if there is no such chunk."""
+        """Return the newest failed chunk that has the given index in a session and has not been
+        released. The result is None if there is no such chunk."""
         return next(
             (
                 state.chunk

@@ -43,8 +43,8 @@ from vllm_omni.worker.diffusion.sessions.snapshots import (
 logger = logging.getLogger("vllm." + __name__)
 
 _MOST_COPIES: Final = 4
-"""Maximum number of files at the same time. The number is limited, because each file is mapped into
-memory."""
+"""Maximum number of snapshot files that are tracked at the same time. The number is limited,
+because each file is mapped into memory."""
 
 Place = tuple[str, str]
 """Name and digest of a tensor."""
@@ -76,7 +76,7 @@ class _Copy:
 
 
 class LiveCopies:
-    """Snapshot files of those sessions on one rank that are about to be moved.
+    """Snapshot files of the sessions on one rank that are about to be moved.
 
     Args:
         snapshots: Saves and restores sessions on the same rank.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SuspendedFiles`: stores on disk those suspended sessions that do not fit into host memory.
+"""`SuspendedFiles`: stores suspended sessions on disk if they do not fit into host memory.
 
 Each session is stored as a snapshot file. The file has no name in its directory, so the operating
 system deletes it when the process ends for any reason. When a session is read, it is verified with
-digests that were computed before it left the device. Files are written and read between engine
-steps. This module does not depend on a model.
+digests that were computed before the session left the device. Files are written and read between
+engine steps. This module does not depend on a model.
 """
 
 import os

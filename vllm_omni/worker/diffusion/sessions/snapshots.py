@@ -41,7 +41,7 @@ from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 logger = logging.getLogger("vllm." + __name__)
 
 _SAMPLES = 16
-"""Number of values of each parameter that the digest of the weights covers."""
+"""Number of values per parameter that the digest of the weights covers."""
 _SHAPE_FIELDS = (
     "prompt",
     "seed",
@@ -61,7 +61,8 @@ P = ParamSpec("P")
 def returns_result(work: Callable[P, Any]) -> Callable[P, Result]:
     """Decorate an RPC so that every rank returns `{"ok": result}` or `{"error": [code, message]}`.
 
-    The RPC does not raise an exception, because this would hide the results of the other ranks.
+    The RPC does not raise exceptions, because an exception would hide the results of the other
+    ranks.
     """
 
     @functools.wraps(work)
@@ -218,7 +219,8 @@ class SessionSnapshots:
         Args:
             session_id: Id of the session.
             path: Path of the snapshot file.
-            make_room: Function that makes room for a number of bytes, or raises an exception.
+            make_room: Function that makes room for the given number of bytes, or raises an
+                exception.
 
         Raises:
             RequestFailed: The file is invalid or does not fit. No session remains.

@@ -8,9 +8,9 @@ known before it is created, and constant afterwards unless its K/V window grows 
 A session that has been idle for some time may be *suspended* (`omni.suspend_idle_s`): its state
 moves to host memory, which has a separate limit, and moves back before the session's next chunk.
 When host memory reaches its limit, the sessions that have been idle longest are moved to files
-(`omni.suspend_dir`). A model may retain the memory of closed sessions; this memory counts as free
-and is released for live sessions (`trim_pool`). This module does not depend on the scheduler or on
-model maths.
+(`omni.suspend_dir`). A model may retain the memory of closed sessions. The retained memory counts
+as free and is released when live sessions need it (`trim_pool`). This module does not depend on the
+scheduler or on model maths.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class SessionFile:
     """A suspended session on disk. The object replaces the session in the store.
 
     Args:
-        session: Session that was written. The caller frees its memory.
+        session: Session that was written. The caller frees the session's memory.
         file: File that contains the session.
         num_bytes: Size of the file in bytes.
         digests: Digests of the session's tensors by name.
@@ -72,7 +72,7 @@ class SessionFile:
 
 
 class SessionFiles(Protocol):
-    """Interface of the object that writes suspended sessions to disk and reads them."""
+    """Interface of the object that writes suspended sessions to disk and reads them back."""
 
     def write(self, session: Any, digests: Mapping[str, str]) -> SessionFile: ...
 
@@ -87,8 +87,8 @@ class SessionStore:
         idle_s: Time in seconds without a request after which a session may be evicted.
         max_bytes: Maximum total memory in bytes of all sessions on the device, or None for no
             limit.
-        clock: Function that returns the time in seconds. With several ranks, it must return the
-            same value on all ranks, because eviction must be the same on all ranks.
+        clock: Function that returns the time in seconds. With several ranks, the function must
+            return the same value on all ranks, because eviction must be the same on all ranks.
     """
 
     def __init__(
@@ -184,8 +184,8 @@ class SessionStore:
         on_host = session.nbytes if session_id in self._suspended else 0
         self.pin(session_id)
         try:
-            # The session may have to replace another one on the device. Both are then in host
-            # memory for a short time.
+            # The session may have to replace another session on the device. Both sessions are then
+            # in host memory for a short time.
             self._make_room(session.nbytes, sessions=0, leaving_host=on_host)
         finally:
             self.unpin(session_id)
@@ -420,7 +420,7 @@ class SessionStore:
         self.trim_pool(0)
 
     def stats(self) -> dict[str, Any]:
-        """Return statistics of the sessions as JSON types, which can be sent over RPC."""
+        """Return session statistics as JSON types, which can be sent over RPC."""
         return {
             "sessions": len(self),
             "max_sessions": self.max_sessions,

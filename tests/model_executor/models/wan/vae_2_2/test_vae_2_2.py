@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streaming VAE of Wan 2.2 and its tiny decoder equal the original implementations and serve
-streams as those of Wan 2.1 do.
+"""The streaming VAE of Wan 2.2 and its tiny decoder equal the original implementations and handle
+streams as their Wan 2.1 counterparts do.
 """
 
 import json
@@ -74,7 +74,7 @@ class Components(WanComponents):
 
 @pytest.mark.parametrize("complete", [False, True])
 def test_every_recorded_stage_is_equal(complete: bool) -> None:
-    """Every recorded stage is equal, both in the recordings that the repository contains and in the
+    """Every stage equals its recording, both for the recordings in the repository and for the
     complete set.
     """
     golden = shared_golden("wan22_vae") if complete else GOLDEN
@@ -114,8 +114,8 @@ def test_a_changed_recording_fails(file: str, tensor: str, amount: float, tmp_pa
 def test_diffusers_layout_gives_the_same_network(
     tmp_path: Path, vae: StreamingWanVAE, latents: torch.Tensor
 ) -> None:
-    """A diffusers folder gives the same network. The folder's config and tensor names follow the
-    key map of the recordings.
+    """A folder in the diffusers layout, with config and tensor names from the recordings' key map,
+    loads the same network.
     """
     names = json.loads((GOLDEN / "wan22_vae.json").read_text())["key_map_orig_to_diffusers"]
     stored = load_file(GOLDEN / _WEIGHTS)
@@ -140,7 +140,9 @@ def test_diffusers_layout_gives_the_same_network(
 
 
 def test_a_released_config_is_recognised() -> None:
-    """A released config is recognised by its keys, because its class name is that of Wan 2.1."""
+    """A released config is recognised by its keys, because it has the same class name as that of
+    Wan 2.1.
+    """
     stored = {"_class_name": "AutoencoderKLWan", **WAN_2_2_VAE.to_dict()}
     assert VAEConfig.from_dict(stored) == WAN_2_2_VAE
     with torch.device("meta"):
@@ -166,9 +168,7 @@ def test_contradictory_configs_are_refused(changed: dict[str, object], message: 
 
 @pytest.mark.parametrize("release", ["original", "diffusers"])
 def test_a_checkpoint_is_found_by_its_files(release: str, tmp_path: Path) -> None:
-    """The checkpoint is found even next to the files of Wan 2.1 in assets that several checkpoints
-    share.
-    """
+    """The checkpoint is found even if a shared assets folder also contains the files of Wan 2.1."""
     (write_original_vae if release == "original" else write_diffusers_vae)(tmp_path, 0, VAE_2_2)
     write_tiny_vae(tmp_path / "taew2_2.pth", 0, vae=VAE_2_2)
     write_original_vae(tmp_path, 0)
@@ -198,8 +198,8 @@ def test_the_weights_of_the_other_release_are_refused(tmp_path: Path) -> None:
 def test_a_released_tiny_file_may_grow_one_frame_to_more(
     tmp_path: Path, tiny: TinyVAEDecoder, latents: torch.Tensor
 ) -> None:
-    """If a released tiny decoder grows one frame to several, only the last channels of that layer
-    are loaded.
+    """If a layer of a released tiny decoder expands one frame into several, only the layer's last
+    channels are loaded.
     """
     stored = load_file(GOLDEN / _TINY_WEIGHTS)
     weight = stored["decoder.7.conv.weight"]
@@ -211,8 +211,8 @@ def test_a_released_tiny_file_may_grow_one_frame_to_more(
 
 
 def test_released_sizes() -> None:
-    """The released sizes: numbers of parameters, and the bytes of a stream's state at 704x1280 in
-    bf16.
+    """The VAE and the tiny decoder have the released numbers of parameters and, at 704x1280 in
+    bf16, the expected cache sizes per stream.
     """
     with torch.device("meta"):
         vae = StreamingWanVAE(WAN_2_2_VAE, dtype=torch.bfloat16)
@@ -245,8 +245,9 @@ def test_a_stream_equals_the_whole_clip_bit_for_bit(
 def test_the_first_latent_is_no_history_of_the_time_convolutions(
     vae: StreamingWanVAE, latents: torch.Tensor
 ) -> None:
-    """After the second latent, the history of the stage with one frame per latent contains zeros
-    and that frame.
+    """The first latent is not part of the history of the time convolutions. After the second
+    latent, the history of the stage with one frame per latent contains zeros and the frame of the
+    second latent.
     """
     _, first = vae.decode(latents[:, :, :1], None)
     _, second = vae.decode(latents[:, :, 1:2], first)
@@ -274,7 +275,7 @@ def test_later_latents_are_one_graph_for_each_part(
     latents: torch.Tensor,
     frames_per_call: int | None,
 ) -> None:
-    """Later latents are decoded by one compiled graph for each part of the decoder. Because of
+    """Later latents are decoded by one compiled graph per part of the decoder. Because of
     `fullgraph`, code that cannot be traced raises an error, after which the decoder would run
     uncompiled.
     """
@@ -299,9 +300,9 @@ def test_later_latents_are_one_graph_for_each_part(
 
 def test_streams_are_decoded_one_by_one(vae: StreamingWanVAE, latents: torch.Tensor) -> None:
     """Streams are decoded one by one, so their frames do not depend on the other streams of a
-    batch. A joint decode is equal within rounding and separates states of different age. The
-    tolerance is that of the recorded frames, because convolutions of two streams sum in a different
-    order, which depends on the CPU.
+    batch. A joint decode gives the same frames within rounding and keeps the states of streams of
+    different ages separate. Its tolerance is that of the recorded frames, because convolutions of
+    two streams sum in a different order, which depends on the CPU.
     """
     decoder = ChunkDecoder(vae)
     other = latents.flip(2)
@@ -319,7 +320,7 @@ def test_streams_are_decoded_one_by_one(vae: StreamingWanVAE, latents: torch.Ten
 def restored(
     decoder: ChunkDecoder, state: DecoderState, latents: int, file: Path, height: int = 32
 ) -> DecoderState:
-    """Return the state after writing it to a file and reading it back, for frames of `height` x
+    """Write the state to a file and return the state read back from it, for frames of `height` x
     48.
     """
     file.write_bytes(save({name: each.contiguous() for name, each in state.tensors().items()}))
@@ -342,7 +343,7 @@ def test_a_restored_stream_continues_bit_for_bit(
     is_tiny: bool,
     tmp_path: Path,
 ) -> None:
-    """A restored stream continues with the same bits after one latent, and after the second one,
+    """A restored stream continues bit-identically, both after one latent and after two latents,
     when the history of a time convolution is half empty.
     """
     decoder = ChunkDecoder(vae, tiny)

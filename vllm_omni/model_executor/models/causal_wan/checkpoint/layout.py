@@ -43,8 +43,8 @@ from vllm_omni.model_executor.models.wan.checkpoint.layout import (
 from vllm_omni.model_executor.models.wan.transformer.weights import TRANSFORMER_RULES, stored_sizes
 
 LAYOUTS = ("original", "diffusers", "stream_diffusion_v2")
-"""Names of the supported layouts, as `make-tiny` uses them. `releases.py` lists the releases with
-the first layout.
+"""Names of the layouts that `make-tiny` can write. `releases.py` lists the releases with the first
+layout.
 """
 
 _CAUSAL_CLASSES = CLASSES[:2]

@@ -4,8 +4,8 @@ were trained.
 
 A training checkpoint is in a Wan 2.1 T2V directory and is identified by its file name. A checkpoint
 with another name uses the default options. Names, wrappers and settings come from the public
-inference code and configurations of each release. This module is only a table: `layout.py` locates,
-`weights.py` loads and `hub.py` downloads.
+inference code and configurations of each release. This module is only a table: `layout.py` locates
+the files, `weights.py` loads them and `hub.py` downloads them.
 """
 
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ class PublishedNetwork:
 
 
 OTHER = PublishedNetwork("causal_wan", ())
-"""Stands for a network with any other file name, or in diffusers' folders."""
+"""Placeholder for a network with any other file name or in diffusers' folders."""
 
 RELEASES = (
     PublishedNetwork(

@@ -27,7 +27,7 @@ def load_transformer(transformer: nn.Module, source: TensorSource, config: Causa
 
 def adapter_target(transformer: nn.Module, config: CausalWanConfig) -> AdapterTarget:
     """Return the transformer as an `AdapterTarget` for LoRA adapters."""
-    # Imported here, because describing a checkpoint does not need it.
+    # Imported here, because code that only describes a checkpoint does not need this class.
     from vllm_omni.model_executor.models.wan.transformer.layers import PatchEmbedding
 
     return AdapterTarget(

@@ -3,9 +3,9 @@
 """The fused pointwise ops of `fused_ops.py` as Triton kernels. Import this module only if Triton is
 available (`HAS_TRITON`).
 
-`fused_ops.py` defines the results. A Triton program holds one token in registers, so each token is
-read and written only once. The program computes in fp32 and rounds once at the end. The same kernel
-is used for every number of tokens.
+`fused_ops.py` defines what each op computes. A Triton program holds one token in registers, so each
+token is read and written only once. The program computes in fp32 and rounds once at the end. The
+same kernel is used for every number of tokens.
 """
 
 # T tokens, D width, N heads, K key/value heads, H head dim, C = H/2 rotary channels, F feed-forward
@@ -21,22 +21,23 @@ from vllm_omni.model_executor.layers.triton_rows import over_largest
 
 _NORM_WARPS = 8
 _SILU_WARPS = 8
-"""Number of warps of a SiLU program. It processes one token of the feed-forward layer, which has
-11008 channels at full size.
+"""Number of warps per SiLU program. A program processes one token of the feed-forward layer, which
+has 11008 channels in the released model.
 """
 _NUMBERS_PER_WARP = 1024
-"""Number of elements of a token's heads per warp, which is 32 elements per thread."""
+"""Number of elements of a token's heads that each warp processes, which is 32 elements per thread.
+"""
 
 
 @triton.jit
 def _norm_kernel(
     x, update, weight, total, normed, token_scales, eps, D: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Compute total = x + update and normed = total / rms(total) * weight. Arguments that are None
-    are skipped.
+    """Compute total = x + update and normed = total / rms(total) * weight. Terms and results whose
+    arguments are None are skipped.
 
-    If `token_scales` is given, `normed` is divided by a scale for each token, and the scales are
-    written to `token_scales`.
+    If `token_scales` is given, each token of `normed` is divided by a scale of its own, and the
+    scales are written to `token_scales`.
     """
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -188,7 +189,7 @@ def _norm_rope(
     weight_H: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """Normalise and rotate the heads in a slice [T, N H] of a wider tensor. Return them as [T,
+    """Normalise and rotate the heads in a slice [T, N H] of a wider tensor. Return the heads as [T,
     N, H].
     """
     lanes = cos_TC.shape[-1]
@@ -208,7 +209,7 @@ def _norm_rope(
 def _rows(
     like: torch.Tensor, tokens: int, width: int, quantized: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Allocate a result and, if it is quantized, the scales of its tokens."""
+    """Allocate a result tensor and, if it is quantized, a tensor for the scales of its tokens."""
     out = torch.empty(tokens, width, dtype=FP8 if quantized else like.dtype, device=like.device)
     return out, torch.empty(
         tokens, 1, dtype=torch.float32, device=like.device

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decoder's fused pointwise ops between matrix products and attention, as pure functions.
 
-For tensors on CUDA, each op is a kernel (`fused_kernels.py`). For other tensors, it is a plain
-function or a function that torch compiles for a dynamic number of tokens. Requests of all sizes
-then share the compiled code. All ops compute in fp32 and round once at the end.
+For tensors on CUDA, each op is a kernel (`fused_kernels.py`). For other tensors, each op is a plain
+function or a function that torch compiles for a dynamic number of tokens, so that requests of all
+sizes share the compiled code. All ops compute in fp32 and round once at the end.
 """
 
 # T tokens, D width, N heads, K key/value heads, H head dim, C = H/2 rotary channels, F feed-forward
@@ -53,8 +53,8 @@ def query_key(
     num_kv_heads: int,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Extract queries [T, N, H] and keys [T, K, H] from [queries | keys | values], and normalise
-    and rotate each head.
+    """Extract queries [T, N, H] and keys [T, K, H] from the concatenation [queries | keys |
+    values], and normalise and rotate each head.
     """
     head_dim = q_weight_H.shape[0]
     heads_TNH = qkv_TF.unflatten(-1, (-1, head_dim))
@@ -72,7 +72,7 @@ def norm_rope(
     sin_TC: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """Apply RMS normalisation per head, then rotate channel m with channel m + H/2. The result
+    """Apply RMS normalisation per head, then rotate each pair of channels m and m + H/2. The result
     has the dtype of `x_TNH`.
     """
     x = x_TNH.float()
@@ -111,8 +111,8 @@ class FusedOps(fused_ops.FusedOps):
 
     @staticmethod
     def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile `function` for any number of tokens at its first call. All other sizes are
-        constants of the compiled code.
+        """Compile `function` at its first call, for any number of tokens. All other sizes are
+        constants in the compiled code.
         """
         fused = torch.compile(function)
 

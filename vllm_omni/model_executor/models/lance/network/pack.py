@@ -3,13 +3,13 @@
 
 The decoder has two experts, `und` (text, vision, markers) and `gen` (latents). The tokens of each
 expert are contiguous over all requests, so every matrix product runs only once. Attention is a list
-of small jobs. In each job, a contiguous run of one expert's queries attends to the first slots of
-one cache or of its context. Within a bidirectional block, the order of keys does not matter, so the
-generated block is stored before its context. Its address then does not depend on the prompt, and
-one CUDA graph can be used for all prompts.
+of small jobs. In each job, a contiguous run of one expert's queries attends either to the first
+slots of a cache or to the first slots of the cache's context. Within a bidirectional block, the
+order of keys does not matter, so the generated block is stored before its context. The address of
+the block then does not depend on the prompt, so one CUDA graph can serve all prompts.
 """
 
-# T tokens, D width, C rotary lanes
+# T tokens, D width, C rotary channels, L layers, K key/value heads, H head dim
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -20,8 +20,8 @@ import torch
 Expert = Literal["und", "gen"]
 
 _CAPACITY_STEP = 128
-"""Capacities of contexts are multiples of this number of tokens. Most prompts with their
-template are shorter.
+"""Capacities of contexts are multiples of this number of tokens. Most prompts, including the chat
+template, are shorter.
 """
 
 
@@ -57,12 +57,12 @@ class BranchCache:
 
     @property
     def sizes(self) -> Hashable:
-        """Return a key that is equal for interchangeable caches (`MemoryPool`)."""
+        """Return a key that is equal for caches that are interchangeable in a `MemoryPool`."""
         return self.k.shape, self.k.dtype, self.k.device, self.block
 
     def clear(self) -> None:
-        """Reset the cache to its initial state. Its slots are set to zero, because kernels may read
-        slots that were never written, although they do not use their values.
+        """Reset the cache to its initial state. All slots are set to zero, because kernels may read
+        slots that were never written, although the values in these slots do not affect results.
         """
         self.k.zero_()
         self.v.zero_()
@@ -87,8 +87,9 @@ class BranchCache:
 
 
 def padded_capacity(tokens: int) -> int:
-    """Round up a context length to a cache capacity. Requests with other prompts can then reuse the
-    cache."""
+    """Round up a context length to a cache capacity, so that requests with other prompts can reuse
+    the cache.
+    """
     return -(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP
 
 
@@ -108,7 +109,7 @@ class CacheWrite:
 
 @dataclass(frozen=True)
 class CacheAttention:
-    """An attention job: some tokens attend to a cache."""
+    """An attention job, in which some tokens attend to a cache."""
 
     expert: Expert
     """Expert of the tokens."""
@@ -117,7 +118,7 @@ class CacheAttention:
     cache: BranchCache
     """Cache that the tokens attend to."""
     keys: int | None
-    """Number of leading context tokens to attend to, or None for the block and the whole
+    """Number of leading context tokens to attend to, or None to attend to the block and the whole
     context.
     """
     causal: bool = False
@@ -137,12 +138,12 @@ class TokenPack:
     rope: dict[Expert, tuple[torch.Tensor, torch.Tensor]]
     """Rotary tables (cos_TC, sin_TC) of each expert's tokens, fp32."""
     stores: list[CacheWrite]
-    """Writes to caches in every layer."""
+    """Writes to caches, which are performed in every layer."""
     attends: list[CacheAttention]
-    """Attention jobs in every layer."""
+    """Attention jobs, which run in every layer."""
     seen: dict[BranchCache, torch.Tensor]
-    """Key ranges of the attention to blocks, by cache: 0 and the number of slots of block and
-    context, int32 [2] on the device. Because they are on the device, a CUDA graph of the pass can
+    """For attention to blocks, the range of keys in each cache: 0 and the total number of slots of
+    block and context, int32 [2]. The ranges are on the device, so that a CUDA graph of the pass can
     be used for contexts of any length.
     """
 
@@ -153,8 +154,9 @@ class TokenPack:
 
     @property
     def key(self) -> Hashable:
-        """Return a key of the pass: its writes and reads, with caches replaced by indices of
-        `caches`. The key is equal for all denoise steps of images or videos of the same size.
+        """Return a key that identifies the pass: its writes and reads, with each cache replaced by
+        its index in `caches`. The key is equal for all denoise steps of images or videos of the
+        same size.
         """
         number = {cache: index for index, cache in enumerate(self.caches)}
         stores = (
@@ -194,8 +196,8 @@ class PackBuilder:
         cache: BranchCache,
         start: int,
     ) -> slice:
-        """Add tokens, and write their keys and values to the slots from `start` on. Return the
-        range of the tokens among the expert's tokens.
+        """Add tokens whose keys and values are written to the slots from `start` on. Return the
+        range of the new tokens among the expert's tokens.
         """
         first = self.counts[expert]
         tokens = slice(first, first + embeds_TD.shape[0])
@@ -219,7 +221,8 @@ class PackBuilder:
     ) -> None:
         """Add a job in which tokens attend to a context.
 
-        A causal run of tokens that continues the previous run is merged with it into one job.
+        A causal run of tokens that directly continues the previous run is merged into the job of
+        that run.
         """
         last = self.attends[-1] if self.attends else None
         if (

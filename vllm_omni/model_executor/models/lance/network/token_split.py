@@ -3,11 +3,11 @@
 tokens.
 
 Contexts are short, but a long video has many latents. Every rank therefore computes all `und`
-tokens, and `gen` tokens are sharded. In attention, each rank has a subset of the heads for all
-tokens. An all-to-all reshards `gen` tokens to heads before attention, and back after it. For `und`
-tokens, a rank selects its heads, and an all-gather collects the results of the other ranks. Caches
-contain only this rank's heads. Without sequence parallelism, the functions of this module change
-nothing.
+tokens, and `gen` tokens are sharded. During attention, each rank processes a subset of the heads
+for all tokens. An all-to-all reshards `gen` tokens to heads before attention, and back after it.
+For `und` tokens, each rank computes attention only for its own heads, and an all-gather collects
+the results of all ranks. The caches of a rank contain only the rank's own heads. Without sequence
+parallelism, the functions of this module return their inputs unchanged.
 """
 
 # T tokens, t of them on this rank, N query heads, K key/value heads, H head dim, D width; _r: this
@@ -48,8 +48,8 @@ class HeadShare:
 
 
 def head_share(config: LanceConfig, size: int, rank: int) -> HeadShare | None:
-    """Return the heads of rank `rank` out of `size` ranks. Return None if the query heads or the
-    K/V heads cannot be divided evenly.
+    """Return the heads of rank `rank` out of `size` ranks, or None if the query heads or the K/V
+    heads cannot be divided evenly.
 
     If there are more ranks than K/V heads, every rank has a copy of the K/V head that its query
     heads use.
@@ -144,7 +144,7 @@ class TokenSplit:
         return torch.cat(parts, dim=1)
 
     def join(self, expert: Expert, rows_tD: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """All-gather hidden states, so that every rank has those of all tokens."""
+        """All-gather hidden states, so that every rank has the hidden states of all tokens."""
         if not self.active or expert == "und":
             return rows_tD
         return self._parallel.gather_tokens(rows_tD.unsqueeze(0), num_tokens)[0]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Qwen2MoTForCausalLM`: a Qwen2.5-VL decoder with two experts, and the projections of latents.
+"""`Qwen2MoTForCausalLM`, a Qwen2.5-VL decoder with two experts, and the latent projections.
 
 The expert `und` processes text, vision tokens and block markers, and the expert `gen` processes
 latent tokens. Tokens of the two experts attend to each other. A `TokenPack` (`pack.py`) describes
-the tokens of one forward pass. Parameters have their checkpoint names
-(`layers.N.self_attn.q_proj[_moe_gen].weight`, ...), and each rank loads its heads and columns.
-Maths: bytedance/Lance, modeling/lance. The golden files and
+the tokens of one forward pass. Parameters have the names of the checkpoint
+(`layers.N.self_attn.q_proj[_moe_gen].weight`, ...), and each rank loads only its own heads and
+columns. Maths: bytedance/Lance, modeling/lance. The golden files and
 tests/model_executor/models/lance/test_lance_transformer.py test this module.
 """
 
@@ -56,8 +56,8 @@ from vllm_omni.model_executor.models.lance.network.token_split import (
 
 _SUFFIX: dict[Expert, str] = {"und": "", "gen": "_moe_gen"}
 _MLP_TOKENS = 32768
-"""Maximum number of tokens per call of a feed-forward layer. It limits the layer's activations,
-which otherwise are two thirds of the peak memory of a forward pass.
+"""Maximum number of tokens per call of a feed-forward layer. The limit bounds the memory of the
+layer's activations, which would otherwise be two thirds of the peak memory of a forward pass.
 """
 
 
@@ -102,7 +102,7 @@ class ExpertLayer(ShardedModule):
         self.input_norm, self.post_norm = _empty(width), _empty(width)
 
     def linears(self, prefix: str) -> list[tuple[LinearBase, list[str]]]:
-        """Return the linear layers, each with the checkpoint names of its matrices."""
+        """Return the linear layers, each with the names of its matrices in the checkpoint."""
         layer, end = prefix.rpartition(".")[0], self.suffix
         return [
             (self.qkv, [f"{layer}.self_attn.{name}_proj{end}" for name in "qkv"]),
@@ -230,7 +230,9 @@ class Qwen2MoTForCausalLM(nn.Module):
         return BranchCache(k, v, block=block)
 
     def take_cache(self, pool: MemoryPool[BranchCache], capacity: int, block: int) -> BranchCache:
-        """Return a cache of this size from the pool, or a new cache (`new_cache`)."""
+        """Return a cache of this size from the pool. If the pool has none, return a new one
+        (`new_cache`).
+        """
         sizes = self._cache_shape(block + capacity), self.dtype, self.device, block
         return pool.take_memory(sizes, lambda: self.new_cache(capacity, block))
 
@@ -249,7 +251,8 @@ class Qwen2MoTForCausalLM(nn.Module):
 
     def logits(self, hidden_TD: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Return the fp32 logits [T, num_tokens] for the final hidden states of the `und` expert.
-        The rows of the weight beyond `num_tokens` do not correspond to tokens.
+        Rows of the output weight beyond `num_tokens` are not used, because they do not correspond
+        to tokens.
         """
         return functional.linear(hidden_TD, self.lm_head.weight[:num_tokens]).float()
 
@@ -294,7 +297,7 @@ class Qwen2MoTForCausalLM(nn.Module):
     ) -> None:
         """Run one layer and replace the entries of `x`.
 
-        `updates` contains the pending update of each expert, which has not been added to `x` yet.
+        `updates` contains, for each expert, the pending update that has not been added to `x` yet.
         """
         eps, head_dim = self.config.rms_norm_eps, self.config.head_dim
         queries: dict[Expert, torch.Tensor] = {}
@@ -392,10 +395,11 @@ class LancePositionEmbedding3D(nn.Module):
     """The fixed 3-D sine table of latent positions. It has one entry for each (frame, row, column)
     of a frames x size x size grid.
 
-    A third of the width encodes the frame, a third the row (both rounded to even numbers), and the
-    rest the column. Each part is [sin | cos] with frequencies 10000^(-k / half), computed in fp64.
-    If `stored`, the checkpoint's table (`pos_embed`) is used instead of computed entries. The table
-    differs from the 2-D table of the model's predecessor, even for a single frame.
+    A third of the channels encodes the frame, a third the row (both rounded to even numbers), and
+    the remaining channels the column. Each part is [sin | cos] with frequencies 10000^(-k / half),
+    computed in fp64. If `stored` is true, the checkpoint's table (`pos_embed`) is used instead of
+    computed entries. Even for a single frame, the table differs from the 2-D table of the model's
+    predecessor.
     """
 
     def __init__(self, width: int, frames: int, size: int, stored: bool = False) -> None:
@@ -432,7 +436,7 @@ class LancePositionEmbedding3D(nn.Module):
         return grid.flatten(0, 2)
 
     def flat_ids(self, frames: int, height: int, width: int) -> torch.Tensor:
-        """Return the index in the stored table of each cell of a grid, int64."""
+        """Return, for each cell of a grid, its index in the stored table, int64."""
         t, h, w = torch.arange(frames), torch.arange(height), torch.arange(width)
         return (((t * self.size)[:, None] + h)[:, :, None] * self.size + w).flatten()
 
@@ -446,8 +450,8 @@ def sine_table(dim: int, length: int) -> torch.Tensor:
 
 
 class LanceNetwork(nn.Module):
-    """The network in a Lance `model.safetensors`, without the vision tower. Its parameters have the
-    names of the checkpoint.
+    """The network that a Lance `model.safetensors` contains, without the vision tower. Its
+    parameters have the names of the checkpoint.
     """
 
     def __init__(

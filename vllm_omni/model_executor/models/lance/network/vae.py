@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`LanceWanVAE`: the Wan 2.2 autoencoder (48 channels, 16x16x4) for single images and whole clips.
 
-The network is that of `StreamingWanVAE`, and each clip is treated as a complete stream. Latents are
+The network is `StreamingWanVAE`, and each clip is treated as a complete stream. Latents are
 normalised fp32 tensors [B, C, T, h, w]. T latent frames correspond to 4 T - 3 video frames.
 """
 
@@ -40,9 +40,9 @@ class LanceWanVAE(nn.Module):
         """Encode pixels [B, 3, T, H, W] in [-1, 1] as normalised latents [B, C, 1 + (T-1)//4, H/16,
         W/16], fp32.
 
-        If `generator` is None, the latents are the mean of the posterior. Otherwise they are a
-        sample of it. As in the original, the noise is scaled with the raw standard deviation
-        instead of the normalised one.
+        If `generator` is None, the latents are the mean of the posterior. Otherwise, they are a
+        random sample from the posterior. As in the original, the noise is scaled with the raw
+        standard deviation instead of the normalised one.
         """
         mean, log_var = self.posterior(pixels_BCTHW)
         if generator is None:
@@ -73,16 +73,16 @@ class LanceWanVAE(nn.Module):
         return self.vae.decode(latents_BCTHW, None)[0]
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Encode clips like `encode_video`, or images [B, 3, H, W] as latents [B, C, h, w]. The
-        latents are the mean of the posterior.
+        """Encode clips like `encode_video`, or encode images [B, 3, H, W] as latents [B, C, h, w].
+        The latents are the mean of the posterior.
         """
         if pixels.dim() == 4:
             return self.encode_video(pixels.unsqueeze(2)).squeeze(2)
         return self.encode_video(pixels)
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Decode clips like `decode_video`, or image latents [B, C, h, w] to pixels [B, 3, H,
-        W].
+        """Decode clips like `decode_video`, or decode image latents [B, C, h, w] to pixels [B, 3,
+        H, W].
         """
         if latents.dim() == 4:
             return self.decode_video(latents.unsqueeze(2)).squeeze(2)

@@ -19,13 +19,14 @@ _PATCH, _MERGE, _FRAMES = 14, 2, 2
 
 
 class VisionTower(nn.Module):
-    """The vision tower, with parameters under their checkpoint names (`patch_embed.*`, `blocks.*`,
-    `merger.*`)."""
+    """The vision tower. Its parameters have the names of the checkpoint (`patch_embed.*`,
+    `blocks.*`, `merger.*`).
+    """
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        # The released config selects flash_attention_2, which is a separate package. Torch's
-        # attention is used instead, because it needs no other package.
+        # The released config selects flash_attention_2, which is a separate package. PyTorch's
+        # scaled-dot-product attention is used instead, because it needs no additional package.
         values: dict[str, Any] = {**config.to_dict(), "attn_implementation": "sdpa"}
         self.tower = Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLVisionConfig(**values))
         self.requires_grad_(False)
@@ -46,8 +47,9 @@ def to_patches(video_CTHW: torch.Tensor) -> tuple[torch.Tensor, Grid]:
     """Convert normalised pixels [3, T, H, W] to patches [N, 1176] and their grid (T/2, H/14, W/14).
 
     H and W must be multiples of 28. If the number of frames is odd, the last frame is repeated, so
-    an image is used twice. The patches are ordered in groups of 2x2, because the tower merges such
-    a group into one token. The features of a patch are in the order (channel, frame, row, column).
+    a single image becomes two frames. The patches are ordered in groups of 2x2, because the tower
+    merges each group into one token. The features of a patch have the order (channel, frame, row,
+    column).
     """
     if video_CTHW.shape[1] % _FRAMES:
         video_CTHW = torch.cat((video_CTHW, video_CTHW[:, -1:]), dim=1)

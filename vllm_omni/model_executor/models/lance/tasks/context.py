@@ -30,7 +30,7 @@ class ContextSegment:
 
 @dataclass(frozen=True)
 class VisualContents:
-    """Contents of the visual blocks of a context."""
+    """Contents of the visual blocks in a context."""
 
     vit: torch.Tensor | None = None
     """Vision embeddings with the decoder's width, [n, D], or None without a vision block."""
@@ -39,8 +39,8 @@ class VisualContents:
 
 
 class ContextWriter:
-    """Adds contexts and generated blocks to a forward pass. `markers` are the ids of the start
-    and end tokens of a block.
+    """Adds contexts and generated blocks to a forward pass. `markers` contains the ids of a block's
+    start and end token.
     """
 
     def __init__(self, network: LanceNetwork, markers: tuple[int, int]) -> None:
@@ -71,8 +71,8 @@ class ContextWriter:
         return cos.to(self.device), sin.to(self.device)
 
     def block_rope(self, positions_3T: torch.Tensor) -> tuple[Rope, Rope]:
-        """Return the rotations of the two markers and the rotations of the grid cells of a
-        visual block.
+        """Return the rotations for a visual block, as one pair of tables for its two markers and
+        one for its grid cells.
         """
         return self.rope(positions_3T[:, [0, -1]]), self.rope(positions_3T[:, 1:-1])
 
@@ -89,8 +89,8 @@ class ContextWriter:
         context: Sequence[ContextSegment],
         visuals: VisualContents,
     ) -> slice | None:
-        """Append `context` to `cache`. Return the range of the last text run among the `und`
-        tokens, or None if there is no text.
+        """Append `context` to `cache`. Return the range that the last text run occupies among the
+        `und` tokens, or None if there is no text.
         """
         last = None
         for placed in context:
@@ -126,8 +126,8 @@ class ContextWriter:
         return last
 
     def seen(self, cache: BranchCache) -> torch.Tensor:
-        """Return the entry of `TokenPack.seen` for a cache with a complete context. It covers the
-        slots of the generated block and of the context.
+        """Return the entry of `TokenPack.seen` for a cache with a complete context. The entry
+        covers the slots of the generated block and of the context.
         """
         return torch.tensor([0, cache.end], dtype=torch.int32, device=self.device)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of an image or video while it is generated (`ImageGeneration`): contexts, latents,
-schedule and guidance.
+"""The state of an image or video generation (`ImageGeneration`): contexts, latents, schedule and
+guidance.
 
     first step
         write the conditional context; other contexts copy the part that they share with it and
@@ -10,8 +10,8 @@ schedule and guidance.
         guidance applies), and run one Euler step
 
 A denoise step writes the keys and values of its block to the slots before the context and does not
-modify the context. Only `advance` changes the inputs of later steps, so a failed step can be run
-again. The golden files and tests/model_executor/models/lance/test_lance_pipeline.py test this
+modify the context. Only `advance` changes the inputs of later steps, so a failed step can be
+repeated. The golden files and tests/model_executor/models/lance/test_lance_pipeline.py test this
 module.
 """
 
@@ -48,8 +48,8 @@ from vllm_omni.model_executor.step_cache import computed_steps
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """Contexts of a generation and the positions of all tokens. The contexts do not include the
-    generated block.
+    """The contexts of a generation and the positions of all its tokens. The contexts do not include
+    the generated block.
     """
 
     cond: list[ContextSegment]
@@ -82,7 +82,9 @@ class GenerationPlan:
 
     @property
     def block(self) -> int:
-        """Return the number of tokens of the generated block: its latents and two markers."""
+        """Return the number of tokens of the generated block: one for each latent and two
+        markers.
+        """
         return self.num_latents + 2
 
 
@@ -95,10 +97,10 @@ def plan_generation(
 
     Args:
         prompt: Segments of the prompt.
-        uncond_positions: With `cond`, the text after the user's text has the positions of the
-            conditional context, if both contexts end with this text and no negative prompt replaces
-            the user's text. Otherwise, its positions are recomputed. The generated block always has
-            the positions of its own context.
+        uncond_positions: With `cond`, the text after the user's text has the same positions as in
+            the conditional context, provided that both contexts end with this text and no negative
+            prompt replaces the user's text. Otherwise, the positions of this text are recomputed.
+            The positions of the generated block always follow from the context that it belongs to.
         noise_before_text: Whether the positions of the generated block start where the user's text
             starts, in both contexts. The block still attends to all of the text.
     """
@@ -134,7 +136,7 @@ def plan_generation(
 
 @dataclass(eq=False)
 class ImageGeneration:
-    """Working set of one generation."""
+    """Working set of one image or video generation."""
 
     plan: GenerationPlan
     """Positions of all tokens."""
@@ -149,33 +151,36 @@ class ImageGeneration:
     cond: list[BranchCache]
     """Caches of the conditional context, one per image."""
     uncond: list[BranchCache]
-    """Caches of the context without the user's text, one per image. The list is empty without
-    guidance by the text.
+    """Caches of the context without the user's text, one per image. The list is empty if there is
+    no guidance against this context.
     """
     unseen: list[BranchCache] = field(default_factory=list)
-    """Caches of the context without the reference, one per image. The list is empty without
-    guidance by the reference.
+    """Caches of the context without the reference, one per image. The list is empty if there is no
+    guidance against this context.
     """
     pinned: int = 0
-    """Number of leading latent tokens that do not change, because they are a given first frame."""
+    """Number of leading latent tokens that do not change, because they belong to the first frame
+    that the client has sent.
+    """
     renorm_pinned: bool = True
     """Whether pinned tokens are included in the global norm of the guidance."""
     step_cache: float | None = None
     """Threshold for skipping denoise steps (`step_cache.py`), or None if every step is computed."""
     computed: tuple[bool, ...] = ()
-    """Flag of each denoise step that is true if the step is computed. The flags are set when the
-    contexts are written."""
+    """For each denoise step, whether the step is computed. The flags are set after the contexts are
+    written.
+    """
     step: int = -1
     """Index of the next denoise step, or -1 until the contexts are written."""
     prediction: torch.Tensor | None = None
     """Velocities [branches, K, N, C], fp32, of the last denoise step that was computed."""
 
     cells: list[slice] = field(default_factory=list)
-    """Ranges of this generation's `gen` tokens in the current pass. Those of the conditional branch
-    come first.
+    """Ranges of this generation's `gen` tokens in the current pass. The ranges of the conditional
+    branch come first.
     """
     _time: torch.Tensor | None = None
-    """Embeddings of `timesteps`. `finish_context` sets them."""
+    """Embeddings of `timesteps`, computed by `finish_context`."""
     _positions: torch.Tensor | None = None
     """Position embeddings of the latent tokens."""
     _ropes: list[tuple[Rope, Rope]] = field(default_factory=list)
@@ -193,7 +198,7 @@ class ImageGeneration:
 
     @property
     def guided(self) -> bool:
-        """Return whether the current step needs other branches than the conditional one."""
+        """Return whether the current step needs branches other than the conditional one."""
         return self._guided_at(self.step)
 
     def _guided_at(self, step: int) -> bool:
@@ -207,8 +212,8 @@ class ImageGeneration:
     # -- the context -------------------------------------------------------------------------------
 
     def add_context(self, writer: ContextWriter, builder: PackBuilder) -> None:
-        """Add the conditional context to the first pass. The pass writes it to the cache of the
-        first image.
+        """Add the conditional context to the first pass, which writes it to the cache of the first
+        image.
         """
         self.cond[0].length = 0
         writer.append_segments(builder, self.cond[0], self.plan.cond, self.visuals)
@@ -274,7 +279,9 @@ class ImageGeneration:
         return released
 
     def take_velocity(self, velocity_TC: torch.Tensor) -> None:
-        """Store this generation's velocities. `velocity_TC` contains those of the whole pass."""
+        """Store this generation's part of `velocity_TC`, which contains the velocities of the whole
+        pass.
+        """
         rows = torch.stack([velocity_TC[cells] for cells in self.cells])
         self.prediction = rows.view(-1, len(self.cond), *rows.shape[1:])
 
@@ -312,8 +319,9 @@ def _length(context: Sequence[ContextSegment]) -> int:
 
 
 def _common(first: Sequence[SequenceSegment], second: Sequence[SequenceSegment]) -> int:
-    """Return the number of leading segments that both sequences share. The count ends at the user's
-    text."""
+    """Return the number of leading segments that both sequences share. Counting stops before the
+    user's text.
+    """
     count = 0
     for one, other in zip(first, second, strict=False):
         if one != other or one.user:

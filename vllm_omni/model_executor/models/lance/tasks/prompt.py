@@ -5,10 +5,10 @@ tokenizer.
     <|im_start|>system\\n SYSTEM <|im_end|>\\n<|im_start|>user\\n [vision] [reference] USER
     <|im_end|>\\n <|im_start|>assistant\\n [noise | the answer]
 
-The unconditional context has the same template, but without USER or with a negative prompt in its
-place. `LanceOptions` selects the prompts of other implementations. A user's text never produces
-special tokens. tests/model_executor/models/lance/test_lance_prompt.py, test_lance_choices.py and
-the golden files test this module.
+The unconditional context uses the same template, but USER is omitted or replaced by a negative
+prompt. With the options in `LanceOptions`, the prompts follow other implementations. A user's text
+never produces special tokens. tests/model_executor/models/lance/test_lance_prompt.py,
+test_lance_choices.py and the golden files test this module.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -70,9 +70,9 @@ class PromptTokens:
     """Functions that convert text to token ids."""
 
     encode_template: Encode
-    """Function for the chat template. Its result may contain special tokens."""
+    """Function that encodes the chat template. Its result may contain special tokens."""
     encode_user: Encode
-    """Function for a user's text. Its result never contains special tokens."""
+    """Function that encodes a user's text. Its result never contains special tokens."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,9 @@ class PromptSegments:
 
 
 def system_prompt_of(task: Task, served: LanceOptions) -> str:
-    """Return the default system prompt of a task. The apostrophe in the prompts of edits depends on
-    `served`."""
+    """Return the default system prompt of a task. In the system prompts of edits, the apostrophe
+    depends on `served`.
+    """
     prompt = SYSTEM_PROMPTS[task]
     return (
         prompt if served.choices.edit_apostrophe == "typographic" else prompt.replace("\u2019", "'")
@@ -127,12 +128,13 @@ def build_prompt(
         tokens: Functions that convert text to token ids.
         user_text: The user's text.
         system_prompt: System prompt. Default: the system prompt of the task.
-        negative_prompt: Text of the unconditional context. Default: no text.
-        vit: Grid of the image or video in the vision tower, if any.
-        reference: Grid of the reference's latents, if any.
-        noise: Grid of the latents to generate, if any.
+        negative_prompt: User text of the unconditional context. Default: no text.
+        vit: Grid of the image or video in the vision tower, or None.
+        reference: Grid of the reference's latents, or None.
+        noise: Grid of the latents to generate, or None.
         messages: Earlier messages of the conversation.
-        image_message: Index of the message with the image or video. Default: it is in `user_text`.
+        image_message: Index of the message that contains the image or video. Default: the image or
+            video belongs to `user_text`.
     """
     system = system_prompt_of(task, served) if system_prompt is None else system_prompt
     encode = tokens.encode_template
@@ -206,7 +208,7 @@ class LanceTokenizer:
                 Tokenizer.from_file(str(path)),
                 Tokenizer.from_file(str(path)),
             )
-        except Exception as error:  # the library raises Exception for invalid files
+        except Exception as error:  # the library raises `Exception` itself for invalid files
             raise ValueError(f"{path} cannot be read as a tokenizer; download it again") from error
         # The names of special tokens in a user's text are encoded as plain text.
         self._user.encode_special_tokens = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The maths between forward passes: flow-matching timesteps, renormalised guidance and token
+"""The computations between forward passes: flow-matching timesteps, renormalised guidance and token
 sampling.
 
 No function synchronises the host with the device.
@@ -35,13 +35,14 @@ class ClassifierFreeGuidance:
     interval: tuple[float, float]
     """Interval (low, high) of timesteps with guidance, in [0, 1]."""
     renorm: str
-    """Renormalisation, which limits the norm of the guided velocity to that of the conditional
-    velocity: over all tokens and channels (`global`), for each token (`channel`), or not (`none`).
+    """Renormalisation, which limits the norm of the guided velocity to the norm of the conditional
+    velocity. The norm is taken over all tokens and channels (`global`) or for each token
+    (`channel`). `none` disables the renormalisation.
     """
     renorm_min: float
-    """Smallest factor of the renormalisation."""
+    """Lower bound on the factor by which the renormalisation scales the velocity."""
     image_scale: float = 1.0
-    """Scale of guidance against the context without the image or clip, for edits."""
+    """For edits, scale of the guidance against the context without the image or clip."""
 
     @property
     def guides_text(self) -> bool:
@@ -69,8 +70,10 @@ class ClassifierFreeGuidance:
 
         Args:
             cond_NC: Velocity with the full context.
-            uncond_NC: Velocity without the user's text, or None for no guidance by the text.
-            unseen_NC: Velocity without the image or clip, or None for no guidance by the image.
+            uncond_NC: Velocity without the user's text, or None to disable the guidance by the
+                text.
+            unseen_NC: Velocity without the image or clip, or None to disable the guidance by the
+                image.
             counted: Tokens that are included in the `global` norm.
         """
         guided = cond_NC
@@ -92,9 +95,9 @@ class TokenChoice:
     """Settings of token sampling."""
 
     temperature: float
-    """Temperature. 0 selects the most likely token."""
+    """Sampling temperature. 0 selects the most likely token."""
     top_p: float
-    """Total probability of the most likely tokens from which tokens are sampled."""
+    """Tokens are sampled from the most likely tokens with this total probability."""
 
     def choose(self, logits_V: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         """Return the id of the next token, int64 [1] on the device. `uniform` is a random number in

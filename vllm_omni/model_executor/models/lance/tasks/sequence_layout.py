@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Represents a request as a sequence of segments with token ids, attention modes and 3-D positions.
 
-A sequence consists of text runs and visual blocks. A block consists of a start marker, one token
-per grid cell in (t, h, w) order, and an end marker. Attention is causal in text and bidirectional
-inside a block. No other segment attends to a `noise` block.
+A sequence consists of text runs and visual blocks. A visual block consists of a start marker, one
+token per grid cell in (t, h, w) order, and an end marker. Attention is causal within text and
+bidirectional within a visual block. No other segment attends to a `noise` block.
 
 Positions (time, height, width) are derived from a running counter P. A text of n tokens has the
 positions P .. P+n-1 on all axes. In a block with grid (T, h, w), the start marker has position (P,
-P, P), the cells have positions (P+1+2t, P+1+i, P+1+j), and the position of the end marker is one
-more than the largest of these. The positions of sequences with a reference are adjusted: vision
-blocks start at time 1000, and a target with as many tokens as the reference has the positions of
-the reference.
+P, P), cell (t, i, j) has position (P+1+2t, P+1+i, P+1+j), and the position of the end marker is one
+more than the largest cell position. In sequences with a reference, the positions are adjusted:
+vision blocks start at time 1000, and a `noise` block with as many tokens as the reference has the
+positions of the reference.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from typing import Literal
 import torch
 
 TIME_STEP = 2
-"""Number of temporal positions per latent frame or temporal patch. It is the product of
-tokens_per_second (2) and one second per grid step.
+"""Number of temporal positions per latent frame or temporal patch: tokens_per_second (2) times one
+second per grid step.
 """
 VIT_TIME_ORIGIN = 1000
 
@@ -52,14 +52,14 @@ class SequenceSegment:
 
     @property
     def mode(self) -> str:
-        """Return the name of the segment's attention mode in the original."""
+        """Return the original's name for the segment's attention mode."""
         return {"text": "causal", "vit": "full", "reference": "full_noise", "noise": "noise"}[
             self.kind
         ]
 
     @property
     def modality(self) -> int:
-        """Return the code of the segment's kind in the original."""
+        """Return the original's code for the segment's kind."""
         if self.kind == "text":
             return 0 if self.user else -1
         return {"vit": 4, "reference": 2, "noise": 1}[self.kind]
@@ -86,7 +86,7 @@ def positions(
 ) -> list[torch.Tensor]:
     """Return each segment's final positions, int64 [3, length].
 
-    If `anchor_vit` is true, vision blocks start at time 1000. Default: only if the sequence
+    If `anchor_vit` is true, vision blocks start at time 1000. Default: true only if the sequence
     contains a reference block.
     """
     placed = raw_positions(segments)
@@ -129,12 +129,12 @@ def block_positions(start: int, grid: Grid) -> torch.Tensor:
 def rope_tables(
     positions_3T: torch.Tensor, head_dim: int, sections: tuple[int, int, int], theta: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rotary tables (cos_TC, sin_TC), fp32 [T, head_dim / 2]. Each frequency rotates by
-    the position on one axis.
+    """Return the rotary tables (cos_TC, sin_TC), fp32 [T, head_dim / 2]. Each frequency belongs to
+    one axis and rotates by the position on that axis.
 
     The first `sections[0]` frequencies are for time, the next `sections[1]` for height, and the
-    last `sections[2]` for width. Equal positions on all axes result in ordinary rotary embeddings.
-    Angles are computed in fp64.
+    last `sections[2]` for width. For tokens with equal positions on all axes, these are ordinary
+    1-D rotary embeddings. Angles are computed in fp64.
     """
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     axis = torch.repeat_interleave(torch.arange(3), torch.tensor(sections))

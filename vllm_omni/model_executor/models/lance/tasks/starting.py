@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Creates the `ImageGeneration` or `UnderstandingChunk` of a validated request.
 
-To start a request, references are encoded, positions are assigned, noise is sampled and caches are
-allocated.
+Starting a request means encoding its references, assigning positions, sampling noise and allocating
+caches.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ from vllm_omni.seeds import nth_seed
 
 @dataclass(frozen=True)
 class RequestStarter:
-    """Starts requests with the components of `Lance`, before their first step."""
+    """Starts requests before their first engine step, with the components of `Lance`."""
 
     tokenizer: LanceTokenizer
     """Tokenizer of the checkpoint."""
@@ -65,7 +65,7 @@ class RequestStarter:
 
         Args:
             inputs: The validated request.
-            reserved_bytes: Size in bytes of the memory that the session has reserved.
+            reserved_bytes: Number of bytes that the request's session has reserved.
             timer: Timer of the request's stages.
             new_cache: Function that creates an empty cache, given the capacity of a context and the
                 size of a block.
@@ -185,7 +185,9 @@ class RequestStarter:
     def _see(
         self, source: torch.Tensor, preset: SizePreset | None, timer: StageTimer
     ) -> tuple[torch.Tensor, Grid]:
-        """Encode frames with the vision tower. Return the embeddings and their grid."""
+        """Encode frames with the vision tower. Return the embeddings and the grid of the
+        embeddings.
+        """
         with timer.stage("vision"):
             patches, grid = to_patches(for_vit(source, preset))
             return self.vision(patches, grid), decoder_grid(grid)

@@ -7,8 +7,8 @@
     pass 3..  further tokens of understanding requests, if a step decodes several tokens
 
 Every matrix product of a pass covers all requests. If a batch contains only running generations,
-its steps differ only in their inputs. Such a step can therefore be replayed as a CUDA graph, and
-later requests with the same caches reuse the graph.
+the steps of the batch differ only in the values of their inputs. Such a step can therefore be
+replayed as a CUDA graph, and later requests that use the same caches reuse the graph.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,8 @@ class BatchStepper:
     Args:
         network: The decoder and the latent projections.
         markers: Ids of the start and end tokens of a visual block.
-        num_tokens: Number of tokens of the tokenizer. Further logits do not correspond to tokens.
+        num_tokens: Number of tokens in the tokenizer. Logits beyond this number do not correspond
+            to tokens.
         graphs: CUDA graphs of denoise steps, or None to launch kernels one by one.
     """
 
@@ -57,7 +58,7 @@ class BatchStepper:
         tokens of each understanding request.
 
         Only `ImageGeneration.advance` and `UnderstandingChunk.settle` change the inputs of later
-        steps, so the step can be run again after an exception.
+        steps, so the step can be repeated after an exception.
         """
         for understanding in understandings:
             understanding.start_step()
@@ -71,7 +72,7 @@ class BatchStepper:
                 generation.add_context(self.writer, builder)
         for understanding in understandings:
             understanding.add_tokens(self.writer, builder)
-        if builder.empty:  # no request needs the network in this step
+        if builder.empty:  # no request needs a forward pass in this step
             return
         hidden: dict[Expert, torch.Tensor]
         hidden = (

@@ -3,8 +3,8 @@
 
 One forward pass processes the prompt, and its last position (the newline after `assistant`)
 produces the first token. Each later pass processes the latest token. Tokens are sampled on the
-device, and the host reads them once per engine step. Only `settle` changes the inputs of a later
-step, so a failed step can be run again.
+device, and the host reads them once per engine step. Only `settle` changes the inputs of later
+steps, so a failed step can be repeated.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ class TextRules:
 
 @dataclass(frozen=True)
 class UnderstandingProgress:
-    """Decoded tokens of a text, and the state that decoding continues from."""
+    """Tokens of a text that have been decoded, and the state from which decoding continues."""
 
     length: int = 0
     """Number of cache slots in use."""
@@ -55,18 +55,18 @@ class UnderstandingProgress:
     finish_reason: str | None = None
     """Reason why the text ended: `stop` or `length`. None until the text is complete."""
     sent: int = 0
-    """Number of characters that have been returned to the client."""
+    """Number of characters of the text that have been returned to the client."""
 
     def text(self, decode: Decode, rules: TextRules) -> str:
-        """Return the text up to the first stop string. Characters that may still change are
-        omitted.
+        """Return the text up to the first stop string. Trailing characters that may still change
+        are omitted.
         """
         text = decode([token for token in self.tokens if token != rules.end_token])
         found = [position for stop in rules.stop if (position := text.find(stop)) >= 0]
         if found:
             return text[: min(found)]
         if self.finish_reason is None:
-            text = text.rstrip("\ufffd")  # replacement of incomplete bytes
+            text = text.rstrip("\ufffd")  # replacement characters for incomplete bytes
             held = max((len(stop) - 1 for stop in rules.stop), default=0)
             return text[: max(self.sent, len(text) - held)]
         return text
@@ -100,10 +100,12 @@ class UnderstandingChunk:
     """Logits [V] of the last pass, fp32. They are checked for NaN at the end of the chunk."""
 
     row: int = 0
-    """Index of the `und` token, in the current pass, with the logits of the next token."""
+    """Index, among the `und` tokens of the current pass, of the token whose logits predict the next
+    token.
+    """
     _live: UnderstandingProgress = field(default_factory=UnderstandingProgress)
-    """Copy of `progress` that includes the tokens of the current step. A failed step discards
-    it.
+    """Copy of `progress` that includes the tokens of the current step. The copy is discarded if the
+    step fails.
     """
     _pending: list[torch.Tensor] = field(default_factory=list)
     """Tokens of the current step that are still on the device."""
@@ -117,7 +119,9 @@ class UnderstandingChunk:
         )
 
     def start_step(self) -> None:
-        """Start an engine step. The results of a failed step are discarded."""
+        """Start an engine step, and discard the results of the previous step if that step
+        failed.
+        """
         self._live, self._pending = self.progress, []
 
     def add_tokens(self, writer: ContextWriter, builder: PackBuilder) -> None:
@@ -151,8 +155,8 @@ class UnderstandingChunk:
         self._live = replace(self._live, newest=token)
 
     def settle(self, decode: Decode) -> None:
-        """Copy the tokens of this step to the host, and check whether the text is complete. This
-        synchronises the host with the device.
+        """Copy the tokens of this step to the host, and check whether the text is complete. The
+        copy synchronises the host with the device.
         """
         tokens = [*self.progress.tokens, *torch.cat(self._pending).tolist()]
         reason = None

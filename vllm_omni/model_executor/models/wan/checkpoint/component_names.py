@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rename tables for the tensors of Wan's frozen components.
 
-The tensors of a component have Wan's own names (in `.pth` files) or those of diffusers and
-transformers. `loading.py` uses these tables to load weights, and `layout.py` uses them to read
-sizes.
+The tensors of a component have either Wan's own names (in `.pth` files) or the names that diffusers
+and transformers use. `loading.py` uses these tables to load weights, and `layout.py` uses them to
+read sizes.
 """
 
 from vllm_omni.model_executor.checkpoint.loading import Rules
@@ -22,7 +22,7 @@ VAE_RULES: Rules = (
     (r"\.residual\.3\.", ".norm2."),
     (r"\.residual\.6\.", ".conv2."),
     (r"\.shortcut\.", ".conv_shortcut."),
-    # Wan 2.2 has a list of residual blocks and a resampling layer for each level.
+    # Wan 2.2 has, for each level, a list of residual blocks and a resampling layer.
     (
         r"\.downsamples\.(\d+)\.downsamples\.\d+\.(resample|time_conv)\.",
         r".down_blocks.\1.downsampler.\2.",
@@ -30,7 +30,8 @@ VAE_RULES: Rules = (
     (r"\.downsamples\.(\d+)\.downsamples\.(\d+)\.", r".down_blocks.\1.resnets.\2."),
     (r"\.upsamples\.(\d+)\.upsamples\.\d+\.(resample|time_conv)\.", r".up_blocks.\1.upsampler.\2."),
     (r"\.upsamples\.(\d+)\.upsamples\.(\d+)\.", r".up_blocks.\1.resnets.\2."),
-    # Wan 2.1 has a single list, with three residual blocks and an upsampler per decoder level.
+    # Wan 2.1 has a single list for all levels. A decoder level has three residual blocks and an
+    # upsampler.
     (r"\.downsamples\.(\d+)\.", r".down_blocks.\1."),
     *(
         (rf"\.upsamples\.{4 * level + block}\.", f".up_blocks.{level}.resnets.{block}.")
@@ -42,8 +43,8 @@ VAE_RULES: Rules = (
         for level in range(3)
     ),
 )
-"""Mapping of the names in files of the Wan 2.1 and 2.2 VAEs to those of diffusers'
-`AutoencoderKLWan`. Diffusers' own names are not changed.
+"""Mapping from the tensor names in Wan's 2.1 and 2.2 VAE files to the names in diffusers'
+`AutoencoderKLWan`. Names that are already those of diffusers are not changed.
 """
 
 TEXT_RULES: Rules = (
@@ -61,8 +62,8 @@ TEXT_RULES: Rules = (
     (r"^blocks\.(\d+)\.ffn\.fc1\.", r"encoder.block.\1.layer.1.DenseReluDense.wi_1."),
     (r"^blocks\.(\d+)\.ffn\.fc2\.", r"encoder.block.\1.layer.1.DenseReluDense.wo."),
 )
-"""Mapping of Wan's names for umt5-xxl to those of transformers' `UMT5EncoderModel`. Transformers'
-own names are not changed.
+"""Mapping from Wan's tensor names for umt5-xxl to the names in transformers' `UMT5EncoderModel`.
+Names that are already those of transformers are not changed.
 """
 
 CLIP_RULES: Rules = (
@@ -80,6 +81,6 @@ CLIP_RULES: Rules = (
     (r"\.mlp\.0\.", ".mlp.fc1."),
     (r"\.mlp\.2\.", ".mlp.fc2."),
 )
-"""Mapping of Wan's names for the vision tower to those of transformers' `CLIPVisionModel`, after
-queries, keys and values are split into separate tensors.
+"""Mapping from Wan's tensor names for the vision tower to the names in transformers'
+`CLIPVisionModel`. It is applied after queries, keys and values are split into separate tensors.
 """

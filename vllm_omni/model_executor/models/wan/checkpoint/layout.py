@@ -2,13 +2,13 @@
 """Locates the frozen components of a Wan checkpoint, under Wan's own file names or in diffusers'
 folders.
 
-Files that are missing in the checkpoint's directory are looked up in its `assets/`. This can be a
-folder, or a link to a directory that several checkpoints share.
+A file that is missing in the checkpoint's directory is searched for in its `assets/` subdirectory,
+which can also be a link to a directory that several checkpoints share.
 
 This module only locates files; `loading.py` loads them. A missing component is an error only when
-it is needed (`require`). An engine with dummy weights can therefore start from config files only,
-and a stage that does not decode needs no VAE. Each model family adds the location of its
-transformer.
+the component is needed (`require`). Therefore, an engine with dummy weights can start from config
+files alone, and a pipeline stage that does not decode needs no VAE. Each model family adds the
+location of its transformer.
 """
 
 import math
@@ -64,7 +64,7 @@ COMPONENT_PLACES: dict[str, tuple[str, ...]] = {
 
 ASSETS_FOLDER = "assets"
 TINY_VAE_FILES: dict[VAERelease, str] = {"2.1": "taew2_1.pth", "2.2": "taew2_2.pth"}
-"""Name of the tiny decoder's file for each autoencoder. The suffix may also be `.safetensors`."""
+"""File name of the tiny decoder for each autoencoder. The suffix may also be `.safetensors`."""
 TINY_VAE_FILE = TINY_VAE_FILES["2.1"]
 
 
@@ -117,8 +117,8 @@ class WanComponents:
         return self.download_name
 
     def require(self, *components: Component) -> None:
-        """Raise ValueError, with a single-line message, unless the named components exist with
-        their weights.
+        """Raise ValueError with a single-line message unless the given components and their weights
+        exist.
         """
         missing = [part for part in components if not self._present(part)]
         if missing:
@@ -137,8 +137,9 @@ class WanComponents:
         return open_tensors(self.transformer)
 
     def check_transformer(self, expected: Mapping[str, Shape], rules: Rules = ()) -> None:
-        """Raise ValueError unless the transformer's tensors, renamed by `rules`, have the expected
-        names and shapes."""
+        """Raise ValueError unless the transformer's tensors, after renaming with `rules`, have the
+        expected names and shapes.
+        """
         found = {
             rename(name, rules): shape for name, shape in self.open_transformer().shapes.items()
         }
@@ -158,8 +159,8 @@ class WanComponents:
         return any(position.glob("tokenizer*.json" if part == "tokenizer" else "*.safetensors"))
 
     def vae_config(self) -> VAEConfig:
-        """Return the architecture of the VAE according to its config, the shapes of its weights, or
-        by default the release.
+        """Return the architecture of the VAE. It is read from the VAE's config or, if there is
+        none, derived from the shapes of its weights. The default is the released architecture.
         """
         if self.vae is not None and (self.vae / "config.json").exists():
             return VAEConfig.from_dict(read_json(self.vae / "config.json"))
@@ -177,8 +178,9 @@ class WanComponents:
         )
 
     def text_config(self) -> dict[str, Any]:
-        """Return `UMT5Config` values according to the text encoder's config, the shapes of its
-        weights, or by default the release.
+        """Return the `UMT5Config` values of the text encoder. They are read from its config or, if
+        there is none, derived from the shapes of its weights. The default is the released
+        architecture.
         """
         if stated := stated_text(self.text_encoder):
             return stated
@@ -199,8 +201,9 @@ class WanComponents:
         }
 
     def clip_config(self) -> dict[str, Any]:
-        """Return `CLIPVisionConfig` values according to the image encoder's config, the shapes of
-        its weights, or by default the release.
+        """Return the `CLIPVisionConfig` values of the image encoder. They are read from its config
+        or, if there is none, derived from the shapes of its weights. The default is the released
+        architecture.
         """
         path = self.image_encoder
         if path is not None and (path / "config.json").exists():
@@ -269,8 +272,8 @@ def chunk_hf_config(
     """Return the fields of vLLM's config object for a causal Wan model. The values have JSON types.
 
     In addition to the keys that vLLM reads, the result has the key `name`. Its value contains the
-    transformer's config as stored, the architectures of the VAE and of the context encoder with the
-    keys of diffusers and transformers, and the entries of `info`.
+    transformer's config as stored, the architectures of the VAE and the context encoder (under the
+    keys that diffusers and transformers use), and the entries of `info`.
 
     Args:
         architecture: Name of the model class.
@@ -278,12 +281,12 @@ def chunk_hf_config(
         layout: Components of the checkpoint.
         transformer: Config of the transformer as stored.
         config: Parsed config of the transformer.
-        rules: Renames from the stored tensor names to those of the transformer.
+        rules: Renaming of the stored tensor names to the names in this package's transformer.
         context: Encoder that produces the embeddings for cross-attention.
         info: Further entries under `name`.
 
     Raises:
-        ValueError: The components do not fit together.
+        ValueError: The components are not compatible with each other.
     """
     if context == "umt5":
         encoder = layout.checked_text(config.text_dim)
@@ -322,7 +325,7 @@ def engine_fields(
 
 
 def stated_text(encoder: Path | None) -> dict[str, Any]:
-    """Return `UMT5Config` values from the `config.json` of a text encoder's folder, or {} if the
+    """Return the `UMT5Config` values in the `config.json` of a text encoder's folder, or {} if the
     file does not exist.
 
     Raises:
@@ -431,8 +434,8 @@ def has_components(root: Path) -> bool:
 
 
 class StoredShapes(dict[str, Shape]):
-    """The shapes of a file's tensors by name, after `rules` are applied to the names. The lookup of
-    a missing name raises ValueError.
+    """The shapes of a file's tensors, by their names after renaming with `rules`. Looking up a
+    missing name raises ValueError.
     """
 
     def __init__(self, path: Path, rules: Rules) -> None:

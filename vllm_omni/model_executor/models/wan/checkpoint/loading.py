@@ -41,8 +41,9 @@ def load_component_weights(
     text_encoder: "TextEncoder | AwaitedText | None" = None,
     image_encoder: "ImageEncoder | None" = None,
 ) -> None:
-    """Check that all components of this rank exist, and load them. A component that this rank does
-    not need is None."""
+    """Check that all components that this rank needs exist, and load them. Arguments for components
+    that this rank does not need are None.
+    """
     if image_encoder is not None:
         layout.require("image_encoder")
     if text_encoder is not None:
@@ -61,8 +62,8 @@ def load_components(
     vae: "StreamingWanVAE | None" = None,
     text_encoder: "TextEncoder | AwaitedText | None" = None,
 ) -> None:
-    """Load the components of this rank. A component that this rank does not need is None. The
-    caller must have called `layout.require` for the others.
+    """Load the components of this rank. Arguments for components that this rank does not need are
+    None. The caller must already have called `layout.require` for the other components.
     """
     if vae is not None and layout.vae is not None:
         load_vae(vae, layout.vae)
@@ -88,8 +89,8 @@ def _vae_shapes(config: "VAEConfig") -> Mapping[str, Shape]:
 
 
 def load_image_encoder(encoder: "ImageEncoder", path: Path) -> None:
-    """Load the vision tower from Wan's `.pth` file of the whole CLIP model, or from a transformers
-    folder.
+    """Load the vision tower from Wan's `.pth` file, which contains the whole CLIP model, or from a
+    transformers folder.
 
     Raises:
         ValueError: Tensors are missing, unexpected or misshapen.
@@ -107,7 +108,7 @@ def load_image_encoder(encoder: "ImageEncoder", path: Path) -> None:
 
 
 def _clip_forms(name: str) -> Mapping[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return the conversions of a stored tensor, by the names of the results.
+    """Return the conversions of a stored tensor, by the names of the resulting tensors.
 
     In Wan's file, Q, K and V are stacked in one tensor, and embeddings have leading dimensions of
     size one.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts a client's image to the VAE's input.
 
-`prepare_image` stretches the image, and `cut_image` crops it. The conversion can also be done in
-two steps: `fit_image` or `stretch_image` resizes the image, and then `image_pixels` converts it.
+`prepare_image` stretches the image to the output size, and `cut_image` crops and resizes it. The
+conversion can also be done in two steps: `fit_image` or `stretch_image` resizes the image, and then
+`image_pixels` converts it.
 """
 
 from collections.abc import Sequence
@@ -17,12 +18,14 @@ from torch import nn
 def prepare_image(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Return an image in the VAE's input format: [1, 3, 1, height, width], fp32 in about [-1, 1].
 
-    The image is resized to the output size without regard to its aspect ratio. The original does
-    the same, but chooses an output size that follows the image's aspect ratio. As in the original,
-    the resize is bicubic without antialiasing, and its overshoot is not clamped.
+    The image is resized to the output size without regard to its aspect ratio. The original also
+    stretches images, but it derives the output size from the image's aspect ratio. As in the
+    original, the image is resized with bicubic interpolation without antialiasing, and values that
+    overshoot are not clamped.
 
     Args:
-        image: Image, uint8 [h, w, 3] or float [3, h, w] in [0, 1]. The result is on its device.
+        image: Image, uint8 [h, w, 3] or float [3, h, w] in [0, 1]. The result is on the same
+            device.
         height: Height of the result in pixels.
         width: Width of the result in pixels.
 
@@ -88,7 +91,7 @@ def middle_box(image_HWC: torch.Tensor, height: int, width: int) -> tuple[int, i
 
 
 def fit_image(image_HWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Return a start image resized to cover `width` x `height` and center-cropped, uint8."""
+    """Resize a start image to cover `width` x `height`, and center-crop it. The result is uint8."""
     whole = Image.fromarray(image_HWC.cpu().numpy())
     fitted = ImageOps.fit(whole, (width, height), Image.Resampling.LANCZOS)
     return torch.from_numpy(np.array(fitted))
@@ -101,7 +104,7 @@ def stretch_images(images_HWC: Sequence[torch.Tensor], side: int) -> list[torch.
 
 
 def stretch_image(image_HWC: torch.Tensor, side: int) -> torch.Tensor:
-    """Return a reference image resized to a square regardless of its aspect ratio, uint8."""
+    """Resize a reference image to a square regardless of its aspect ratio. The result is uint8."""
     whole = Image.fromarray(image_HWC.cpu().numpy())
     return torch.from_numpy(np.array(whole.resize((side, side))))
 

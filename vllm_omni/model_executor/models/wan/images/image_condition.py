@@ -4,14 +4,15 @@
 The conditioning of a chunk is Wan's additional input channels `y`: a mask, and the latents of the
 clip `[image, grey, grey, ...]`.
 
-The original encodes the image and all grey frames as one clip. Here the causal encoder runs chunk
-by chunk. Its results are bit-identical, and the length of the clip need not be known in advance.
-When two consecutive latent frames differ by no more than `_SETTLED`, the later one is used for all
-following frames, and the encoder does not run again. `LaterCondition` lists the methods of other
-implementations.
+The original encodes the image and all grey frames as one clip. This module runs the causal encoder
+chunk by chunk instead. The results are bit-identical, and the length of the clip need not be known
+in advance. When two consecutive latent frames differ by no more than `_SETTLED`, the conditioning
+has settled: the later frame is used for all following frames, and the encoder does not run again.
+`LaterCondition` lists the methods of other implementations.
 
-`GreyCondition` computes the conditioning on the first pipeline stage, which embeds patches. Each
-session of that stage has a `ConditionState` (`ImageStartedPipeline`, `ImageStartedSession`).
+`GreyCondition` computes the conditioning. It runs on the first pipeline stage, which embeds
+patches, and each session on that stage has a `ConditionState` (`ImageStartedPipeline`,
+`ImageStartedSession`).
 """
 
 # C channels, F latent frames, h, w latent cells, T video frames, H, W pixels
@@ -36,13 +37,13 @@ from vllm_omni.outputs import RequestFailed
 from vllm_omni.tensors.saved import SavedTensors
 
 MASK_CHANNELS = 4
-"""Number of channels of the mask: one per video frame of a latent frame."""
+"""Number of channels of the mask: one for each of the video frames that form a latent frame."""
 _SETTLED = {torch.float32: 2**-8, torch.bfloat16: 2**-6}
-"""Maximum change between consecutive latent frames that is ignored, relative to their standard
-deviation, by the dtype of the VAE. The released model converts its conditioning to bfloat16, which
-rounds by 2**-8. The limit for a bfloat16 VAE is higher, because it rounds in every layer. Each
-change is about half of the previous one, so the sum of all later changes is as large as the last
-change.
+"""Largest change between consecutive latent frames that is ignored, by the dtype of the VAE. The
+change is relative to the standard deviation of the latent frame. The released model converts its
+conditioning to bfloat16, which rounds by 2**-8. The limit for a bfloat16 VAE is higher, because
+such a VAE rounds in every layer. Each change is about half of the previous one, so the sum of all
+later changes is as large as the last change.
 """
 
 
@@ -85,13 +86,13 @@ class ConditionLayout:
 
 @dataclass(frozen=True)
 class ConditionSettling:
-    """Result of a settling check that is being copied from the device to the host."""
+    """Result of a settling check, which may still be on its way from the device to the host."""
 
     encoded: int
     """Number of latent frames that were encoded."""
     unsettled: PendingScalar
-    """Number of encoded latent frames that differ from their predecessor. The copy from the device
-    may still be in progress.
+    """Number of encoded latent frames that differ from their predecessor. The copy of this number
+    from the device may still be in progress.
     """
 
 
@@ -99,7 +100,8 @@ class ConditionSettling:
 class ConditionState:
     """Immutable state of a session's conditioning. Forks of the session share it.
 
-    A state that is not yet `resolved` has the field values of a state that has not settled.
+    While the settling check is pending (`settling` is set), the other fields have the values of a
+    state that has not settled.
     """
 
     height: int
@@ -107,7 +109,7 @@ class ConditionState:
     width: int
     """Width of the video in pixels."""
     cache: VAECache | None
-    """Cache of the encoder, or None if the encoder does not run again or restarts."""
+    """Cache of the encoder, or None if the encoder will not run again or will restart."""
     last_1CFhw: torch.Tensor
     """Latest latent frame, fp32. In a settled state, it is the conditioning of all later chunks:
     one latent frame, or the frames of a whole chunk.
@@ -120,8 +122,8 @@ class ConditionState:
     """Result of the settling check, or None if the state is resolved."""
 
     def resolved(self) -> "ConditionState":
-        """Return the state after the result of the settling check is applied. The host waits for
-        the device if the result has not arrived.
+        """Apply the result of the settling check and return the resulting state. If the result has
+        not arrived yet, the host waits for the device.
         """
         if self.settling is None:
             return self
@@ -140,7 +142,7 @@ class ConditionState:
         return self.last_1CFhw.nbytes + (self.cache.nbytes if self.cache is not None else 0)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of a resolved state, by names that digests and snapshots use."""
+        """Return the tensors of a resolved state, by the names used in digests and snapshots."""
         cached = self.cache.tensors() if self.cache is not None else {}
         return {"last": self.last_1CFhw, **cached}
 
@@ -151,7 +153,7 @@ class ConditionState:
 
 
 class GreyCondition:
-    """Computes the conditioning of chunks without storing state of the sessions.
+    """Computes the conditioning of chunks. It stores no session state.
 
     Args:
         vae: The VAE with its encoder.
@@ -238,10 +240,10 @@ class GreyCondition:
     def _stream(
         self, state: ConditionState, num_latents: int
     ) -> tuple[list[torch.Tensor], ConditionState]:
-        """Encode the next `num_latents` latent frames of grey, unless they no longer change.
+        """Encode the next `num_latents` grey latent frames, unless they no longer change.
 
-        On CUDA, the host does not synchronise to check whether they change. The encoder runs for
-        all frames, and the device discards the results after the state has settled.
+        On CUDA, the host does not wait to find out whether they still change. The encoder runs for
+        all frames, and the device discards the results that follow once the state has settled.
         """
         if state.cache is None or num_latents == 0:
             return [state.last_1CFhw] * num_latents, state
@@ -250,7 +252,7 @@ class GreyCondition:
         unsettled = torch.zeros((), dtype=torch.int32, device=last.device)
         for _ in range(num_latents):
             latent, cache = self.vae.encode(self._grey_frames(state, 1), cache)
-            # If the change is this small, all later latent frames practically equal this one.
+            # After a change this small, all later latent frames are practically equal to this one.
             settled = (latent - last).abs().max() <= _SETTLED[self.vae.dtype] * latent.std()
             last, changes = torch.where(changes, latent, last), changes & ~settled
             unsettled = unsettled + changes
@@ -264,7 +266,9 @@ class GreyCondition:
     def _repeat(
         self, state: ConditionState, num_latents: int
     ) -> tuple[list[torch.Tensor], ConditionState]:
-        """Return the conditioning that all later chunks use. Only the first call encodes it."""
+        """Return the conditioning that all later chunks share. It is encoded only in the first
+        call.
+        """
         if not state.settled:
             afresh = self.later == "fresh_grey"
             retained, _ = self.vae.encode(
@@ -276,7 +280,8 @@ class GreyCondition:
                 last_1CFhw=retained[:, :, -num_latents:].contiguous(),
                 settled=True,
             )
-        if state.last_1CFhw.shape[2] == 1:  # also if it settled in the image's chunk
+        # A single latent frame is also stored if the state settled in the chunk with the image.
+        if state.last_1CFhw.shape[2] == 1:
             return [state.last_1CFhw] * num_latents, state
         assert state.last_1CFhw.shape[2] == num_latents, "chunks after the first are of one size"
         return [state.last_1CFhw], state
@@ -289,8 +294,8 @@ class GreyCondition:
     def _grey_frames(
         self, state: ConditionState, num_latents: int, *, first: bool = False
     ) -> torch.Tensor:
-        """Return the grey video frames for `num_latents` latent frames. With `first`, they start a
-        clip and contain one additional frame.
+        """Return the grey video frames for `num_latents` latent frames. With `first`, the frames
+        start a clip, so there is one additional frame.
         """
         frames = int(first) + num_latents * self.vae.config.temporal_factor
         return torch.zeros(1, 3, frames, state.height, state.width, device=state.last_1CFhw.device)
@@ -321,10 +326,12 @@ class ImageStartedPipeline:
 
 
 class ImageStartedScalars(SessionScalars, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Scalars of a session's snapshot, in the format that `ImageStartedSession.scalars` writes."""
+    """Scalar values in a session's snapshot, in the format that `ImageStartedSession.scalars`
+    writes.
+    """
 
     condition_settled: bool | None
-    """Value of `ConditionState.settled`, or None if the rank has no conditioning."""
+    """Value of `ConditionState.settled`, or None if this rank has no conditioning."""
     condition_encoded: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Value of `ConditionState.num_encoded`."""
 
@@ -333,8 +340,9 @@ World = TypeVar("World", bound=ImageStartedPipeline)
 
 
 class ImageStartedSession(StreamingSession[Window, World], Generic[Window, World]):
-    """A session that starts with an image. Its `own` is an instance of the family's subclass of
-    `ImageStartedPipeline`."""
+    """A session that starts with an image. Its attribute `own` is an instance of the model family's
+    subclass of `ImageStartedPipeline`.
+    """
 
     scalars_type: ClassVar[type[ImageStartedScalars]] = ImageStartedScalars
 
@@ -381,8 +389,8 @@ class ImageStartedSession(StreamingSession[Window, World], Generic[Window, World
 
 
 def image_warmup(omni: OmniConfig, space: ActionSpace) -> list[Inputs]:
-    """Return the warm-up inputs of a first and a second chunk at the largest video size. A second
-    chunk is included because it decodes more frames.
+    """Return the warm-up inputs for a first and a second chunk at the largest video size. The
+    second chunk is included because more frames are decoded for it.
     """
     image = torch.zeros(omni.height, omni.width, 3, dtype=torch.uint8)
     images = dict.fromkeys(("image", *map(image_tensor, space.image_names)), image)

@@ -2,9 +2,9 @@
 """Encodes a start image for cross-attention with the CLIP vision tower of Wan 2.1's image-to-video
 models (ViT-H/14).
 
-The result is the input of the tower's last layer, for all tokens and without the final norm. The
-last layer is therefore never built. The weights have Wan's own names, in a file that also contains
-the text tower, or transformers' names.
+The embeddings are the hidden states of all tokens before the tower's last layer, without the final
+norm. The last layer is therefore never built. The weights have either Wan's own names, in a file
+that also contains the text tower, or transformers' names.
 """
 
 # S tokens, E width
@@ -31,7 +31,7 @@ class ImageEncoder(nn.Module):
     Args:
         config: `CLIPVisionConfig` values of the whole tower.
         device: Device of the weights: torch's current default device (`model`), or host memory
-            (`cpu`). In the latter case, results are copied to the caller's device.
+            (`cpu`). With `cpu`, results are copied to the caller's device.
         dtype: Dtype of the weights.
     """
 
@@ -76,8 +76,8 @@ class ImageEncoder(nn.Module):
 
 
 def clip_pixels(pixels_1CHW: torch.Tensor, side: int) -> torch.Tensor:
-    """Convert pixels in [-1, 1] to the tower's input. The image is stretched to a square with
-    bicubic interpolation and without antialiasing.
+    """Convert pixels in [-1, 1] to the tower's input. The image is stretched to a square by bicubic
+    interpolation without antialiasing.
     """
     square = functional.interpolate(
         pixels_1CHW, size=(side, side), mode="bicubic", align_corners=False

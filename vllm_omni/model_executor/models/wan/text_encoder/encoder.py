@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encodes prompts as text embeddings with umt5-xxl, and caches the embeddings of recent prompts.
 
-Only valid tokens are encoded, and the transformer appends zeros as padding. The embeddings of valid
-tokens equal those of the original, because its attention is bidirectional and masks the padding. On
-CUDA, each prompt is padded to one of a few lengths, and each length has its own CUDA graph. Graphs
-are used because eager kernel launches take the host longer than the kernels take the device.
+The encoder processes only valid tokens, and the transformer pads the embeddings with zeros. The
+embeddings of valid tokens equal those of the original, because attention in the original is
+bidirectional and masks the padding. On CUDA, each prompt is padded to one of a few lengths, and
+each length has its own CUDA graph. Graphs are used because launching the kernels eagerly takes
+longer than running them.
 
 Only one of several ranks encodes (`ParallelContext.encodes`). On the other ranks, `AwaitedText`
-replaces the encoder. It allocates the text embeddings, and the worker fills them before they are
-read (`worker/diffusion/shared_text.py`). Prompts are cleaned as in Robbyant/lingbot-world @
-a43bec7, wan/modules/tokenizers.py, mode `whitespace`.
+replaces the encoder. It allocates tensors for the text embeddings, and the worker fills these
+tensors before they are read (`worker/diffusion/shared_text.py`). Prompts are cleaned as in
+Robbyant/lingbot-world @ a43bec7, wan/modules/tokenizers.py, mode `whitespace`.
 
 `tokenizer.json` is read with the `tokenizers` library instead of transformers 5. Transformers 5
-rebuilds a T5 tokenizer from its vocabulary only and loses byte fallback and the id of the unknown
-token, which changes the ids of rare characters.
+rebuilds a T5 tokenizer from the vocabulary alone. The rebuilt tokenizer lacks byte fallback and the
+id of the unknown token, so the ids of rare characters change.
 """
 
 # S valid tokens of a prompt, P padded ones, E text width
@@ -41,13 +42,13 @@ from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs, Inputs
 from vllm_omni.model_executor.models.wan.checkpoint.component_names import TEXT_RULES
 
 _SHORTEST = 64
-"""Minimum padded length in tokens. For shorter prompts, the device spends more time on reading the
-encoder's weights than on computing, so a smaller length would save no time.
+"""Minimum padded length in tokens. A smaller minimum would save no time, because for such short
+prompts the device spends more time reading the encoder's weights than computing.
 """
 
 
 def padded_lengths(max_tokens: int) -> list[int]:
-    """Return the padded lengths of prompts: powers of two, with `max_tokens` as the last one."""
+    """Return the lengths to which prompts are padded: powers of two, followed by `max_tokens`."""
     lengths, length = [], _SHORTEST
     while length < max_tokens:
         lengths.append(length)
@@ -64,11 +65,11 @@ class TextEncoder(nn.Module):
         max_tokens: Maximum number of tokens. Longer prompts are truncated but retain the
             end-of-sequence token.
         device: Device of the weights: torch's current default device (`model`), or host memory
-            (`cpu`). In the latter case, results are copied to the caller's device.
+            (`cpu`). With `cpu`, results are copied to the caller's device.
         dtype: Dtype of the weights.
         cache_bytes: Maximum size in bytes of the cached text embeddings.
-        graphs: CUDA graphs, captured for every padded length at the first prompt. If it is None,
-            the encoder runs eagerly.
+        graphs: CUDA graphs of the encoder. At the first prompt, one is captured for every padded
+            length. If `graphs` is None, the encoder runs eagerly.
     """
 
     def __init__(
@@ -115,8 +116,8 @@ class TextEncoder(nn.Module):
     def encode(self, prompt: str, device: torch.device | str | None = None) -> torch.Tensor:
         """Return the text embeddings [S, E] of a prompt, S <= max_tokens, in the encoder's dtype.
 
-        The result is on `device` (default: the encoder's device). It belongs to the cache, so the
-        caller must not write to it.
+        The result is on `device` (default: the encoder's device). The cache holds the same tensor,
+        so the caller must not write to it.
         """
         own = self.model.shared.weight.device
         target = torch.empty(0, device=own if device is None else device).device
@@ -184,9 +185,9 @@ class TextEncoder(nn.Module):
 
 
 def load_text_encoder(model: nn.Module, path: Path) -> None:
-    """Load transformers' `UMT5EncoderModel` from Wan's `.pth` or from a transformers folder."""
+    """Load the weights of a `UMT5EncoderModel` from Wan's `.pth` file or a transformers folder."""
     source = open_tensors(path)
-    # This is the same matrix as shared.weight, and some checkpoints store both.
+    # This tensor is identical to shared.weight, but some checkpoints store both.
     tied = "encoder.embed_tokens.weight"
     ignored = [tied] if {tied, "shared.weight"} <= source.shapes.keys() else []
     load_strict(model, source, shapes_of(model), TEXT_RULES, what="text encoder", ignored=ignored)
@@ -213,8 +214,8 @@ class AwaitedText:
         """Do nothing, because this class has no parameters."""
 
     def encode(self, prompt: str, device: torch.device | str) -> torch.Tensor:
-        """Return an uninitialised tensor [S, E] for the text embeddings of a prompt. The worker
-        fills it before it is read.
+        """Return an uninitialised tensor [S, E] that the worker fills with the text embeddings of a
+        prompt before it is read.
         """
         return torch.empty(
             len(self.prompts.tokenize(prompt)), self._width, dtype=self._dtype, device=device
@@ -236,8 +237,8 @@ def text_encoder_of(
     Args:
         parallel: Parallelism of this rank.
         config: `UMT5Config` values.
-        tokenizer: Argument of `TextEncoder`.
-        max_tokens: Argument of `TextEncoder`.
+        tokenizer: Passed to `TextEncoder`.
+        max_tokens: Passed to `TextEncoder`.
         device: `cpu` for host memory, or None for the model's device.
         dtype: Dtype of the weights.
         cuda_graphs: Whether to use CUDA graphs if the encoder is on the model's device.
@@ -261,9 +262,9 @@ class PromptTokenizer:
     """Converts prompts to token ids.
 
     Args:
-        tokenizer: Argument of `TextEncoder`.
-        max_tokens: Argument of `TextEncoder`.
-        vocabulary: Number of tokens in the encoder's embedding.
+        tokenizer: As for `TextEncoder`.
+        max_tokens: As for `TextEncoder`.
+        vocabulary: Number of tokens in the encoder's embedding table.
 
     Raises:
         ValueError: The tokenizer does not match the encoder.
@@ -290,8 +291,8 @@ class PromptTokenizer:
 
 
 def clean_prompt(prompt: str) -> str:
-    """Return a prompt with fixed encoding errors, with HTML unescaped twice (for example
-    `&amp;lt;`), and with collapsed white space.
+    """Fix encoding errors in a prompt, unescape HTML twice (for example `&amp;lt;`), and collapse
+    white space.
     """
     text = prompt.encode("utf-8", "replace").decode()  # replaces lone surrogates
     text = html.unescape(html.unescape(ftfy.fix_text(text)))
@@ -299,7 +300,7 @@ def clean_prompt(prompt: str) -> str:
 
 
 def prompt_key(prompt: str) -> str:
-    """Return the sha256 of a cleaned prompt. Equal keys have equal text embeddings."""
+    """Return the sha256 of a cleaned prompt. Prompts with equal keys have equal text embeddings."""
     return hashlib.sha256(clean_prompt(prompt).encode("utf-8", "replace")).hexdigest()
 
 
@@ -312,8 +313,8 @@ class Tokenizer(Protocol):
 
 
 class JsonTokenizer:
-    """Tokenizer of a `tokenizer.json`. The template in this file appends the end-of-sequence
-    token.
+    """Tokenizer loaded from a `tokenizer.json`. The template in that file appends the
+    end-of-sequence token.
     """
 
     def __init__(self, path: Path, max_tokens: int) -> None:
@@ -327,7 +328,7 @@ class JsonTokenizer:
 
 
 class SentencePieceTokenizer:
-    """Tokenizer of a `spiece.model`. This class appends the end-of-sequence token."""
+    """Tokenizer loaded from a `spiece.model`. This class appends the end-of-sequence token."""
 
     def __init__(self, path: Path, max_tokens: int) -> None:
         self.processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
@@ -339,8 +340,9 @@ class SentencePieceTokenizer:
 
 
 def open_tokenizer(folder: Path, max_tokens: int) -> Tokenizer:
-    """Open the tokenizer in `folder`. If it is missing or unreadable, raise ValueError with a
-    single-line message."""
+    """Open the tokenizer in `folder`. If the tokenizer is missing or unreadable, raise ValueError
+    with a single-line message.
+    """
     readers: dict[str, Callable[[Path, int], Tokenizer]] = {
         "tokenizer.json": JsonTokenizer,
         "spiece.model": SentencePieceTokenizer,
@@ -350,7 +352,8 @@ def open_tokenizer(folder: Path, max_tokens: int) -> Tokenizer:
             path = confined(folder, name)
             try:
                 return reader(path, max_tokens)
-            # For a damaged file, the two libraries raise plain Exception or RuntimeError.
+            # For a damaged file, the two tokenizer libraries raise `Exception` itself or
+            # RuntimeError.
             except Exception as error:
                 raise ValueError(
                     f"{path} is no tokenizer that can be read ({type(error).__name__}); get "

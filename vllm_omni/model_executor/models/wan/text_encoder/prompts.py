@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shares the cross-attention K/V of a prompt between sessions (`SharedPrompts`). Consecutive
-sessions with the same prompt compute them only once.
+"""Shares the cross-attention K/V of a prompt between sessions (`SharedPrompts`). If consecutive
+sessions have the same prompt, the K/V are computed only once.
 """
 
 from collections.abc import Callable, Hashable
@@ -15,8 +15,8 @@ from vllm_omni.model_executor.streaming.session import StreamingChunk
 
 
 class SharedPrompts:
-    """Caches the K/V of the latest prompt (up to 400 MiB at full size). Live sessions also
-    reference the K/V of their own prompts.
+    """Caches the K/V of the latest prompt (up to 400 MiB for the released models). In addition,
+    each live session references the K/V of its own prompt.
 
     Args:
         compute: Function that computes K/V from text embeddings. With tensor parallelism, it is a
@@ -28,7 +28,8 @@ class SharedPrompts:
         self._newest: tuple[Hashable, torch.Tensor] | None = None
 
     def get(self, prompt: str, text: torch.Tensor) -> torch.Tensor:
-        """Return the K/V of `prompt` with the text embeddings `text`, under the active adapters.
+        """Return the K/V of `prompt`, computed from its text embeddings `text` with the active
+        adapters.
 
         All callers share the result, so no caller may write to it.
         """
@@ -51,7 +52,7 @@ class SharedPrompts:
 
 
 class HoldsPrompt(Protocol):
-    """The session or the chunk in flight that a new chunk continues."""
+    """A session or a chunk in flight, which a new chunk continues."""
 
     @property
     def prompt(self) -> str | None:
@@ -68,7 +69,7 @@ def known_cross_kv(before: HoldsPrompt, prompt: str, *, same_adapters: bool) -> 
     Args:
         before: Session or chunk that the new chunk continues.
         prompt: Prompt of the new chunk.
-        same_adapters: Value of `DiffusionRequest.same_adapters`.
+        same_adapters: Value of `DiffusionRequest.same_adapters`. If false, K/V are not reused.
     """
     return before.cross_kv if same_adapters and prompt == before.prompt else None
 
@@ -80,8 +81,8 @@ def encode_prompt(
     encoder: TextEncoder | AwaitedText,
     device: torch.device,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the text embeddings of a chunk's prompt and the result of `known_cross_kv`. One of the
-    two is None.
+    """Return the text embeddings of a chunk's prompt and the result of `known_cross_kv`. Exactly
+    one of them is None.
 
     Args:
         request: Request of the chunk.

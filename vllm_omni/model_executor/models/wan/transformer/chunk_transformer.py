@@ -3,8 +3,8 @@
 each with its K/V window.
 
 A chunk attends to its whole window without a mask, because the window contains only visible frames.
-The forward pass never synchronises the host with the device, because slots and lengths are host
-integers and timestep tensors remain on the device. Forward passes can be replayed as CUDA graphs.
+The forward pass never synchronises the host with the device, because slots and lengths are integers
+on the host and timestep tensors stay on the device. Forward passes can be replayed as CUDA graphs.
 """
 
 # B batch entries (one chunk of one session each), F frames, T tokens of a chunk on this rank, D
@@ -36,8 +36,8 @@ from vllm_omni.model_executor.models.wan.transformer.timesteps import TimestepEm
 from vllm_omni.model_executor.models.wan.transformer.transformer import Config, WanTransformer
 
 _KEPT_TIMESTEPS = 128
-"""Maximum number of cached timestep embeddings (43 KiB each at 1.3B). The motion controller by
-itself uses 101 timesteps.
+"""Maximum number of cached timestep embeddings (43 KiB each for a 1.3B model). The motion
+controller alone uses 101 timesteps.
 """
 _MOST_JOINED_BYTES: Final = 2 << 30
 """Maximum size in bytes of the graph inputs of a batch with several chunks. Larger batches run
@@ -48,9 +48,10 @@ without a CUDA graph, because warm-up measures only the graph memory of a single
 class GraphView(KVView, Protocol):
     """A K/V window for forward passes in CUDA graphs.
 
-    `buffers` are the tensors that `write` and `attend` access in place. If `graph_key` is equal for
-    two windows, these methods run the same kernels on the same slots, and only values on the device
-    may differ. If `graph_kind` is equal, they run the same kernels, possibly on different slots.
+    `buffers` are the tensors that `write` and `attend` access in place. If two windows have the
+    same `graph_key`, `write` and `attend` run the same kernels on the same slots, and only values
+    on the device may differ. If two windows have the same `graph_kind`, `write` and `attend` run
+    the same kernels, possibly on different slots.
     """
 
     @property
@@ -63,12 +64,12 @@ class GraphView(KVView, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkItem:
-    """Inputs of one batch entry. All tensors are on the model's device. Except for `latents`,
-    they are created once per chunk.
+    """Inputs of one batch entry. All tensors are on the model's device. All tensors except
+    `latents` are created once per chunk.
     """
 
     latents: torch.Tensor
-    """Latents, fp32 [16, F, h, w]. They are noisy, or clean in the clean-context pass."""
+    """Latents, fp32 [16, F, h, w]: clean in the clean-context pass, otherwise noisy."""
     timestep: float
     """Timestep of the forward pass, in [0, 1000]."""
     frames: range
@@ -80,12 +81,12 @@ class ChunkItem:
     window: GraphView
     """K/V window of the session. The forward pass writes the K/V of `frames` to it."""
     clean_tokens: int = 0
-    """Number of leading tokens of the chunk, over all ranks, that have timestep 0 instead of
-    `timestep`, because they are clean from the start.
+    """Number of leading tokens of the chunk, counted over all ranks, that have timestep 0 instead
+    of `timestep`, because their latents are never noisy.
     """
     lead_tokens: int = 0
-    """Number of tokens of the chunk, over all ranks, that precede the tokens of `latents`.
-    `WanTransformer.embed` creates them, and the network makes no prediction for them.
+    """Number of tokens of the chunk, counted over all ranks, that precede the tokens of `latents`.
+    `WanTransformer.embed` creates these tokens, and the network makes no prediction for them.
     """
 
 
@@ -98,7 +99,7 @@ class ImageItem(ChunkItem):
 
 
 class ChunkTransformer(WanTransformer[Config]):
-    """The layers of a causal network on this rank. Its batch entries are `ChunkItem`s.
+    """The layers of a causal network on one rank. Batch entries are `ChunkItem`s.
 
     Args:
         config: Sizes of the network.
@@ -115,8 +116,9 @@ class ChunkTransformer(WanTransformer[Config]):
     """Fields of a batch entry that change between forward passes, in addition to `cross_kv` and
     `rope`. Their values are tensors, lists of tensors, or None."""
     steady_fields: ClassVar[tuple[str, ...]] = ("cross_kv",)
-    """Large fields that change between forward passes but are never written to after they are
-    created."""
+    """Large fields that change between forward passes. Their tensors are never written to after
+    they are created.
+    """
 
     def __init__(
         self,
@@ -140,11 +142,12 @@ class ChunkTransformer(WanTransformer[Config]):
         self.requires_grad_(False)
 
     def _add_layers(self) -> None:
-        """Build the layers that a family adds to the blocks."""
+        """Build the layers that a model family has in addition to the blocks."""
 
     def window_sizes(self, tokens_per_frame: int) -> dict[str, Any]:
-        """Return the constructor arguments of a `KVWindow` on this rank, except for its frames and
-        storage."""
+        """Return the constructor arguments of a `KVWindow` on this rank, except those for its
+        frames and storage.
+        """
         return {
             "num_layers": self.num_local_layers,
             "tokens_per_frame": tokens_per_frame,
@@ -167,11 +170,11 @@ class ChunkTransformer(WanTransformer[Config]):
         Args:
             items: Chunks with equal F, h, w and `lead_tokens`.
             hidden_BTD: Result of the previous pipeline stage, or None on the first stage.
-            kv_only: Whether only K/V are needed. If so, the last stage stops after its last K/V
+            kv_only: Whether only the K/V are needed. If so, the last stage stops after its last K/V
                 write and returns zeros.
 
         Returns:
-            The flow [B, 16, F, h, w], fp32, on the last stage, and hidden states on earlier stages.
+            On the last stage, the flow [B, 16, F, h, w], fp32; on earlier stages, hidden states.
         """
         inputs = self._time_inputs(items)
         if self.graphs is None:
@@ -184,7 +187,8 @@ class ChunkTransformer(WanTransformer[Config]):
             }
         if len(items) > 1 and sum(tensor.nbytes for tensor in inputs.values()) > _MOST_JOINED_BYTES:
             return self._predict(items, hidden_BTD, inputs, kv_only)
-        # The graph holds copies of the windows, because a window that is closed drops its memory.
+        # The graph holds copies of the window objects, because a closed window drops its reference
+        # to the memory.
         held = [replace(batch_item, window=copy.copy(batch_item.window)) for batch_item in items]
 
         def predict(own: Inputs) -> torch.Tensor:
@@ -264,10 +268,11 @@ class ChunkTransformer(WanTransformer[Config]):
         return unpatchify(patches[:, lead_tokens:], latents.shape[1:])
 
     def _time_inputs(self, items: Sequence[Any]) -> Inputs:
-        """Return the time embeddings of a batch by name: `time` [B, D] and `modulation` [B, 6, D].
+        """Return the timestep embeddings of a batch by name: `time` [B, D] and `modulation` [B, 6,
+        D].
 
         If a batch entry has clean tokens, the result also contains the embeddings of timestep 0,
-        [1, D] and [6, D], and whether each token of this rank is clean, bool [B, T, 1].
+        [1, D] and [6, D], and a mask of this rank's clean tokens, bool [B, T, 1].
         """
         times = [self._time(item.timestep) for item in items]
         inputs = {
@@ -310,11 +315,13 @@ class ChunkTransformer(WanTransformer[Config]):
 
 
 class ImageTransformer(ChunkTransformer[Config]):
-    """The layers, on this rank, of a causal network with `ImageItem`s as batch entries."""
+    """The layers of a causal network on one rank. Batch entries are `ImageItem`s."""
 
     moving_fields: ClassVar[tuple[str, ...]] = ("latents", "condition")
 
     def channels(self, item: ImageItem) -> torch.Tensor:
-        """Return the 36 input channels: noisy latents, then mask and condition."""
+        """Return the 36 input channels: the noisy latents, followed by the conditioning (mask and
+        latents).
+        """
         assert item.condition is not None, "the first stage needs the condition"
         return torch.cat((item.latents, item.condition.to(item.latents)))

@@ -3,10 +3,11 @@
 """The fused pointwise ops of `fused_ops.py` as Triton kernels. Import this module only if Triton is
 available (`HAS_TRITON`).
 
-`fused_ops.py` defines the results. A Triton program holds one token in registers, so each token is
-read and written only once. The program computes in fp32 and rounds once at the end. Shifts, scales,
-gates and rotations are read in place with any broadcasting. No launch depends on data.
-`benchmarks/elementwise_kernels.py` measures the speed of the kernels.
+`fused_ops.py` defines what each op computes. A Triton program holds one token in registers, so each
+token is read and written only once. The program computes in fp32 and rounds once at the end.
+Shifts, scales, gates and rotations may be broadcast in any way and are read without a copy. The
+launch parameters never depend on values in tensors. `benchmarks/elementwise_kernels.py` measures
+the speed of the kernels.
 """
 
 # B batch entries, T tokens, D width (of this rank), C = H/2 rotary channels of a head. Kernel
@@ -25,9 +26,11 @@ from vllm_omni.model_executor.layers.triton_or_names import tl, triton
 from vllm_omni.model_executor.layers.triton_rows import over_largest
 
 WARPS = 4
-"""Number of warps per program. At 5120 channels, 8 warps were slower and 16 warps even slower."""
+"""Number of warps per program. With 5120 channels, 8 warps were slower, and 16 warps were slower
+still.
+"""
 GELU_WARPS = 8
-"""Number of warps of a GELU program. It processes one FFN token of up to 13824 channels."""
+"""Number of warps per GELU program. A program processes one FFN token of up to 13824 channels."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -37,10 +40,10 @@ def _residual_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, PLUS_ONE: tl.constexpr,
 ):  # fmt: skip
     """Compute total = (x + gate * update) * factor + offset and normed = LN(total) * scale + shift.
-    Arguments that are None are skipped.
+    Terms and results whose arguments are None are skipped.
 
-    If `token_scales` is given, `normed` is divided by a scale for each token, and the scales are
-    written to `token_scales`.
+    If `token_scales` is given, each token of `normed` is divided by a scale of its own, and the
+    scales are written to `token_scales`.
     """
     row = tl.program_id(0)
     batch, token = (row // tokens).to(tl.int64), (row % tokens).to(tl.int64)
@@ -96,8 +99,9 @@ def _rms_kernel(
     tokens, x_batch, x_token, squares_batch, squares_token, turn_batch, turn_token, dim, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Compute out = x / rms(x) * weight and rotate pairs of channels. If `squares` is None, `x` has
-    all `dim` channels."""
+    """Compute out = x / rms(x) * weight and rotate pairs of channels. `squares` is None if `x`
+    contains all `dim` channels.
+    """
     row = tl.program_id(0)
     batch, token = (row // tokens).to(tl.int64), (row % tokens).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -130,7 +134,7 @@ def _store_kernel(
     N: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Write keys, processed as in `_rms_kernel`, to index 0 of `out` and values to index 1. If
-    `scales` is given, keys and values are divided by it per head.
+    `scales` is given, the keys and values of each head are divided by the head's scale.
 
     A program holds all heads of one token: N heads of 2 C channels, padded to HEADS heads of 2
     PAIRS channels.
@@ -342,7 +346,7 @@ def _residual(
     quantized: bool,
     **others: Any,
 ) -> Input:
-    """Write the sum to `total` and return its normalised values, in `dtype` or quantized."""
+    """Write the sum to `total`, and return the normalised sum, in `dtype` or quantized."""
     normed = torch.empty_like(
         x, dtype=FP8 if quantized else dtype, memory_format=torch.contiguous_format
     )
@@ -367,8 +371,8 @@ def _add_and_norm(
     moved: tuple[torch.Tensor, torch.Tensor] | None = None,
     plus_one: bool = True,
 ) -> None:
-    """Launch `_residual_kernel`. `modulation` contains the factor and the offset that are
-    applied after the norm. Their strides must be equal.
+    """Launch `_residual_kernel`. `modulation` contains the factor and the offset that are applied
+    after the norm. The two tensors must have equal strides.
     """
     shape, (scale, shift) = x.shape, modulation
     buffers = _strides(scale, shape)
@@ -416,8 +420,8 @@ def _rms(
 
 
 def _strides(tensor: torch.Tensor | None, shape: torch.Size) -> tuple[int, int]:
-    """Return the batch and token strides of `tensor` after it is broadcast to `shape`, [(B,) T,
-    D]. Its channels must be contiguous.
+    """Return the batch and token strides of `tensor` after broadcasting it to `shape`, [(B,) T, D].
+    The channels of `tensor` must be contiguous.
     """
     if tensor is None:
         return 0, 0

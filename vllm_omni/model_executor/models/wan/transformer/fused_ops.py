@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transformer's fused pointwise ops between matrix products and attention, as pure functions.
 
-In eager mode, each operation moves about 100 MB at full size. When fused, each function reads its
-inputs only once. Tensors on CUDA use the kernels of `fused_kernels.py`, and other tensors use
-torch.compile. All functions compute in fp32 and round once at the end.
+In eager mode, each elementary operation moves about 100 MB for the released models. When fused,
+each function reads its inputs only once. Tensors on CUDA use the kernels of `fused_kernels.py`, and
+other tensors use torch.compile. All functions compute in fp32 and round once at the end.
 """
 
 # x: the residual stream [..., T, D]; N heads, H head dim, C = H/2 rotary channels
@@ -50,11 +50,11 @@ def after_self_attention(
     moved: tuple[torch.Tensor, torch.Tensor] | None = None,
     quantized: bool = False,
 ) -> tuple[torch.Tensor, Input]:
-    """Add the gated attention, and return the sum and its affine LayerNorm in the dtype of
-    `weight`.
+    """Add the gated result of attention, and return the sum and the sum's affine LayerNorm in the
+    dtype of `weight`.
 
-    `moved` contains a factor and an offset that are applied to the sum before the norm. They have
-    the shape of `x`. LingBot World uses them for its camera.
+    `moved` contains a factor and an offset that are applied to the sum before the norm. Both have
+    the shape of `x`. LingBot World uses them to condition on the camera.
     """
     x = (x + gate * update.float()).to(x.dtype)
     if moved is not None:
@@ -71,8 +71,9 @@ def after_cross_attention(
     eps: float,
     quantized: bool = False,
 ) -> tuple[torch.Tensor, Input]:
-    """Add the cross-attention, and return the sum and its modulated LayerNorm in the dtype of
-    `update`."""
+    """Add the result of cross-attention, and return the sum and the sum's modulated LayerNorm in
+    the dtype of `update`.
+    """
     x = (x + update).to(x.dtype)
     return x, modulated_norm(x, shift, scale, eps, update.dtype, quantized)
 
@@ -87,7 +88,9 @@ def after_ffn(
     dtype: torch.dtype,
     quantized: bool = False,
 ) -> tuple[torch.Tensor, Input]:
-    """Add the gated FFN result, and return the sum and its modulated norm for the next block."""
+    """Add the gated FFN result, and return the sum and the sum's modulated norm for the next
+    block.
+    """
     x = gated_add(x, update, gate)
     return x, modulated_norm(x, shift, scale, eps, dtype, quantized)
 
@@ -114,7 +117,8 @@ def rms_scale(
 ) -> torch.Tensor:
     """Apply RMS normalisation in the dtype of `x`.
 
-    `squares` is the sum of squares over all `dim` channels, or None if `x` has all of them.
+    `squares` is the sum of squares over all `dim` channels, or None if `x` contains all `dim`
+    channels.
     """
     return _scaled(x, squares, weight, dim, eps).to(x.dtype)
 
@@ -128,8 +132,8 @@ def rms_rope(
     dim: int,
     eps: float,
 ) -> torch.Tensor:
-    """Apply `rms_scale`, split the result into heads [..., T, N, H], and rotate it. The result
-    has the dtype of `x`.
+    """Apply `rms_scale`, split the channels into heads [..., T, N, H], and rotate the heads. The
+    returned tensor has the dtype of `x`.
     """
     heads = _scaled(x, squares, weight, dim, eps).unflatten(-1, (-1, 2 * cos_TC.shape[-1]))
     return apply_rope(heads, cos_TC, sin_TC).to(x.dtype)

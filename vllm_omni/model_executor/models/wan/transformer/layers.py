@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers that the Wan diffusion transformers share: embeddings, attention with K/V windows, and the
-head.
+output head.
 
-The layers do not depend on sessions or schedules, because each batch entry provides its K/V window
-and cross-attention K/V. Each family composes blocks from these layers
+The layers do not depend on sessions or schedules, because each batch entry provides its own K/V
+window and cross-attention K/V. Each model family composes its blocks from these layers
 (`lingbot_world/transformer.py`, `causal_wan/transformer.py`).
 
 Linear layers run in the model's dtype. Modulation, normalisation, rotation, the time MLPs and the
@@ -94,7 +94,7 @@ class SelfAttention(nn.Module):
         write_only: bool,
     ) -> torch.Tensor | None:
         """Write the K/V of `layer` to the windows, and return the result of attention. If
-        `write_only`, return None after the write.
+        `write_only` is true, return None after the write.
         """
         q, k, v = self.qkv(x_BTD).chunk(3, dim=-1)
         squares_q, squares_k = squares_of_all_ranks(self.fused_ops, self.parallel, q, k)
@@ -218,8 +218,8 @@ def embed_time(
     time_projection: nn.Sequential,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the embeddings e [B, D] of timesteps and their six modulation vectors E [B, 6, D],
-    fp32.
+    """Return the embeddings e [B, D] of timesteps and the six modulation vectors E [B, 6, D] of
+    each, fp32.
     """
     half = freq_dim // 2
     frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
@@ -240,8 +240,8 @@ def patchify(x: torch.Tensor) -> torch.Tensor:
 
 
 def unpatchify(tokens_BLP: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    """Rearrange predictions [B, L, 4 * c] to latents [B, c, F, h, w]. The tokens are in the
-    order of `patchify`, but the values of each token are in the order (row, column, channel).
+    """Rearrange predictions [B, L, 4 * c] to latents [B, c, F, h, w]. The tokens have the same
+    order as in `patchify`, but the values of each token have the order (row, column, channel).
     """
     frames, height, width = size
     cells = tokens_BLP.view(-1, frames, height // 2, width // 2, 2, 2, tokens_BLP.shape[-1] // 4)
@@ -262,8 +262,8 @@ def linear_fp32(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def squares_of_all_ranks(
     fused_ops: FusedOps, parallel: ParallelContext, *parts: torch.Tensor
 ) -> Sequence[torch.Tensor | None]:
-    """Return the sum of squares of each tensor over the channels of all ranks. One collective
-    sums all tensors. The results are None if every rank has all channels.
+    """Return the sum of squares of each tensor over the channels of all ranks. A single collective
+    serves all tensors. If every rank has all channels, return None for each tensor.
     """
     if parallel.tensor_size == 1:
         return [None] * len(parts)
@@ -273,7 +273,9 @@ def squares_of_all_ranks(
 
 
 def stack_inputs(parts: Sequence[Input]) -> Input:
-    """Apply `stack` to inputs of linear layers. Either all inputs are quantized or none is."""
+    """Apply `stack` to inputs of linear layers. Either all or none of the inputs must be
+    quantized.
+    """
     plain = [part for part in parts if isinstance(part, torch.Tensor)]
     if plain:
         return stack(plain)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timestep embeddings of a batch. Each batch entry has one timestep, and its leading clean tokens
-have timestep 0.
+"""Timestep embeddings of a batch. Each batch entry has one timestep, except that its leading clean
+tokens, if there are any, have timestep 0.
 
-Leading tokens can be clean from the start, for example the tokens of a start image.
+Leading tokens are clean if they are given instead of generated, for example the tokens of a start
+image.
 """
 
 # B batch entries, T tokens of an entry on this rank, D width, K vectors of an embedding
@@ -14,8 +15,8 @@ import torch
 
 @dataclass(frozen=True)
 class TimestepEmbeddings:
-    """Timestep embeddings of a forward pass. Each has K vectors: 1 for the head, or 6 for a
-    block.
+    """Timestep embeddings of a forward pass. Each embedding has K vectors: 1 for the head, or 6 for
+    a block.
     """
 
     row_BKD: torch.Tensor
@@ -23,11 +24,11 @@ class TimestepEmbeddings:
     clean_KD: torch.Tensor | None = None
     """Embedding of timestep 0, fp32, or None if no token is clean."""
     clean_BT1: torch.Tensor | None = None
-    """Flag of each token that is true if the token is clean, or None if no token is clean."""
+    """Mask of the clean tokens, bool, or None if no token is clean."""
 
     def plus(self, table_1KD: torch.Tensor) -> list[torch.Tensor]:
-        """Add the timestep embedding to each of the table's K vectors. The embedding has K
-        vectors or one. The K results can be broadcast to [B, T, D].
+        """Add the timestep embeddings to the table's K vectors, and return K tensors that can be
+        broadcast to [B, T, D]. An embedding with a single vector is added to all K vectors.
         """
         table = table_1KD.float()
         items = (table + self.row_BKD).unsqueeze(2).unbind(1)

@@ -2,9 +2,10 @@
 """Base class of the Wan diffusion transformers: the layers of one rank and the forward pass of a
 batch.
 
-A rank has a tensor-parallel shard, a pipeline stage, or a part of the tokens. The transformer does
-not depend on sessions, requests or schedules. Each family defines the input channels
-(`WanTransformer.channels`) and changes its blocks where necessary (for example `WanBlock.attend`).
+A rank holds a tensor-parallel shard or a pipeline stage, or it processes a part of the tokens. The
+transformer does not depend on sessions, requests or schedules. Each model family defines its input
+channels (`WanTransformer.channels`) and overrides parts of the blocks where necessary (for example
+`WanBlock.attend`).
 
 Linear layers run in the model's dtype. Modulation, gates, normalisation, rotation, the time MLPs,
 the head and (by default) the residual stream run in fp32.
@@ -65,8 +66,8 @@ class WanItem(AttentionItem, Protocol):
 
 
 class FeedForward(nn.Sequential):
-    """Two linear layers with GELU in between. If possible, GELU is fused into the first product or
-    into the quantization of the second layer's input.
+    """Two linear layers with GELU in between. If possible, GELU is fused into the first layer's
+    matrix product or into the quantization of the second layer's input.
     """
 
     def __init__(
@@ -131,8 +132,9 @@ class WanBlock(nn.Module):
         exchange: WindowAttention,
         write_only: bool,
     ) -> torch.Tensor | None:
-        """Return the result of self-attention before its gate. The arguments are those of
-        `SelfAttention`."""
+        """Return the result of self-attention before gating. The arguments are those of
+        `SelfAttention`.
+        """
         attended: torch.Tensor | None = self.self_attn(
             hidden_BTD, items, rope, self.index, exchange, write_only
         )
@@ -179,10 +181,11 @@ class WanBlock(nn.Module):
         exchange: WindowAttention,
         write_only: bool,
     ) -> tuple[torch.Tensor, Update | None]:
-        """Run one block. Its input and its result are the residual stream and a pending update.
+        """Run one block. Both its input and its output consist of the residual stream and a pending
+        update.
 
-        The next block adds the update, because a single pass over memory can then add and
-        normalise. If `write_only`, stop after K/V are written.
+        The update is left for the next block, which can add and normalise in a single pass over
+        memory. If `write_only` is true, stop after the K/V are written.
         """
         shift1, scale1, gate1, shift2, scale2, gate2 = time.plus(self.modulation)
         dtype, quantized, x = self.norm3.weight.dtype, self.takes_quantized(), x_BTD
@@ -203,8 +206,8 @@ class WanBlock(nn.Module):
 
 
 class WanTransformer(StageNetwork, Generic[Config]):
-    """The layers of a network on this rank, except for the head. The constructor leaves parameters
-    uninitialised, in torch's default dtype and on its default device.
+    """The layers of a network on one rank, except for the head. The constructor creates
+    uninitialised parameters in torch's default dtype on torch's default device.
 
     Args:
         config: Sizes of the network.
@@ -220,8 +223,8 @@ class WanTransformer(StageNetwork, Generic[Config]):
     """Class of the blocks."""
     high_precision: ClassVar[tuple[str, ...]] = ()
     """`fnmatch` patterns of linear layers in the blocks that are never quantized. The embeddings,
-    time and text layers, modulation and head are never quantized either, because they are torch's
-    own layers.
+    time and text layers, modulation and head are never quantized either, because they are plain
+    torch layers.
     """
     int8_weights: ClassVar[tuple[str, ...]] = ()
     """`fnmatch` patterns of linear layers in the blocks that use int8 weights and unquantized
@@ -313,7 +316,7 @@ class WanTransformer(StageNetwork, Generic[Config]):
     @property
     def num_cross_heads(self) -> int:
         """Return the number of heads in this rank's cross-attention K/V. With sequence parallelism,
-        these are all heads.
+        every rank has all heads.
         """
         return self.config.num_heads // self.parallel.tensor_size
 
@@ -339,14 +342,13 @@ class WanTransformer(StageNetwork, Generic[Config]):
         return to_device(cos[own], self.device), to_device(sin[own], self.device)
 
     def channels(self, item: Any) -> torch.Tensor:
-        """Return the first stage's input for a batch entry, a contiguous tensor [in_channels, F, h,
-        w]."""
+        """Return the first stage's input for a batch entry as a contiguous tensor [in_channels, F,
+        h, w].
+        """
         raise NotImplementedError
 
     def embed(self, items: Sequence[Any], own: slice) -> torch.Tensor:
-        """Return the first stage's embeddings of the tokens `own` of each batch entry, [B, T,
-        D].
-        """
+        """Return the first stage's embeddings [B, T, D] of the tokens `own` of each batch entry."""
         tokens = stack([patchify(self.channels(item))[own] for item in items])
         embedded: torch.Tensor = self.patch_embedding(tokens)
         return embedded
@@ -355,8 +357,8 @@ class WanTransformer(StageNetwork, Generic[Config]):
         """Return the cross-attention K/V [layers, 2, text_len, N, H] of this stage's blocks for
         text embeddings.
 
-        Shorter prompts are padded with zeros. As in the original, attention includes the padding.
-        With tensor parallelism, this is a collective operation.
+        Shorter prompts are padded with zeros. As in the original, cross-attention also attends to
+        the padding. With tensor parallelism, this is a collective operation.
 
         Raises:
             ValueError: The prompt is longer than `text_len`, or its embeddings have the wrong

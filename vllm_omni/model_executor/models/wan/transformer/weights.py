@@ -3,7 +3,7 @@
 names to Wan's own names.
 
 Causal and bidirectional networks have the same tensors. A network with a camera has additional
-tensors. The families use these tables to load weights.
+tensors. The model families use these tables to load weights.
 """
 
 import re
@@ -15,7 +15,8 @@ from vllm_omni.model_executor.checkpoint.tensor_files import Shape
 from vllm_omni.model_executor.models.wan.architecture import WanConfig
 
 HEAD_DIM = 128
-"""Channels per head of every released network. They cannot be derived from tensor shapes."""
+"""Number of channels per head in every released network. It cannot be derived from tensor shapes.
+"""
 
 Sizes = tuple[int | str, ...]
 """Shape of a tensor. A letter stands for a size that depends on the config."""
@@ -40,8 +41,8 @@ TRANSFORMER_RULES: Rules = (
     (r"\.ffn\.net\.0\.proj\.", ".ffn.0."),
     (r"\.ffn\.net\.2\.", ".ffn.2."),
 )
-"""Mapping to Wan's own names. It removes the prefixes of training wrappers and renames diffusers'
-names. Wan's own names are not changed.
+"""Mapping to Wan's own tensor names. It removes the prefixes that training wrappers add, and
+renames diffusers' names. Wan's own names are not changed.
 """
 
 IMAGE_RULES: Rules = (
@@ -108,8 +109,8 @@ BLOCK_TENSORS: dict[str, Sizes] = {
 
 
 def transformer_shapes(config: WanConfig) -> dict[str, Shape]:
-    """Return the shape of every tensor of this architecture by name. There are 825 at 1.3B and
-    1095 at 14B.
+    """Return the shape of every tensor of this architecture by name. A 1.3B model has 825 tensors,
+    and a 14B model has 1095.
     """
     return network_shapes(config, TRANSFORMER_TENSORS, BLOCK_TENSORS)
 
@@ -123,11 +124,11 @@ def stored_sizes(
         "text_embedding.0.weight", "img_emb.proj.3.weight"
     ] = "text_embedding.0.weight",
 ) -> dict[str, int]:
-    """Derive the sizes of a network from its tensors, and return them under the `config.json` keys
-    of the original.
+    """Derive the sizes of a network from its tensor shapes, and return them under the original's
+    `config.json` keys.
 
     Args:
-        shapes: Shapes by Wan's own names.
+        shapes: Tensor shapes by Wan's own names.
         where: Name of the weights in error messages.
         num_heads: Number of heads in the config, or None if the config does not contain it.
         context: Name of the layer that projects the encoder's embeddings.
@@ -161,8 +162,8 @@ def stored_sizes(
 def network_shapes(
     config: WanConfig, outside: Mapping[str, Sizes], block: Mapping[str, Sizes], **more_sizes: int
 ) -> dict[str, Shape]:
-    """Return the shapes of a network that the tables `outside` and `block` describe. `more_sizes`
-    defines additional letters.
+    """Return the tensor shapes of a network that the tables `outside` and `block` describe.
+    `more_sizes` defines additional letters.
     """
     patch = config.patch_size[1] * config.patch_size[2]
     sizes: dict[str, int] = {

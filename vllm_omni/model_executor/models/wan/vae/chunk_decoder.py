@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decodes the clean latents of one chunk to video frames with Wan's decoder or the tiny decoder.
 
-A decoder that decoded the previous chunk continues from its features (`VAECache`). The frames of a
-stream therefore equal those of the whole clip. A decoder restarts if the other decoder decoded the
-previous chunk, or if `continuation` is `restart` (an extension of PR 3701). It then first decodes
-the latest latents before the chunk again and discards their frames. The number of frames is
-therefore the same as in an uninterrupted stream. The accuracy of a restart depends on the decoder:
+A decoder that also decoded the previous chunk continues from its features (`VAECache`), so the
+frames of a stream equal those of a decode of the whole clip. A decoder restarts if the other
+decoder decoded the previous chunk, or if `continuation` is `restart` (as in the extensions of PR
+3701). On a restart, the decoder first decodes the last latents before the chunk again and discards
+the resulting frames, so the number of frames is the same as in an uninterrupted stream. The
+accuracy of a restart depends on the decoder:
 
-- The tiny decoder depends on `REACH` latents and receives `REACH` latents, so its frames equal
-  those of an uninterrupted stream.
-- Wan's decoder depends on dozens of latents and receives only `RESTART_LATENTS` (one causal
-  convolution depends on two). Its frames are therefore approximate, and the error fades as the
-  stream continues. More latents would be more accurate but slower.
+- The output of the tiny decoder depends on `REACH` earlier latents, all of which are decoded again,
+  so its frames equal those of an uninterrupted stream.
+- The output of Wan's decoder depends on dozens of earlier latents, of which only `RESTART_LATENTS`
+  are decoded again (one causal convolution depends on two). Its frames are therefore approximate,
+  and the error fades as the stream continues. Decoding more latents again would be more accurate
+  but slower.
 """
 
 # C channels, F latent frames, h, w latent cells, T video frames, H, W pixels
@@ -47,10 +49,12 @@ class DecoderState:
     """Immutable decoder state of a stream. Forks of a session share it."""
 
     cache: VAECache | None
-    """Features of the decoder that decoded the last chunk, or None if the next decode restarts."""
+    """Features of the decoder that decoded the last chunk, or None if the next chunk requires a
+    restart.
+    """
     newest: torch.Tensor | None = None
-    """The latest latents [1, C, F, h, w], fp32, as many as a restart requires, or None if a restart
-    cannot occur.
+    """The last latents [1, C, F, h, w], fp32, as many as a restart requires, or None if no restart
+    can occur.
     """
     tiny: bool = False
     """Whether the tiny decoder decoded the last chunk."""
@@ -60,8 +64,9 @@ class DecoderState:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors by names that digests and snapshots use. The names identify the
-        decoder."""
+        """Return the tensors by the names used in digests and snapshots. The names identify the
+        decoder.
+        """
         cache = {} if self.cache is None else self.cache.tensors()
         named = {f"{_TINY if self.tiny else ''}{name}": tensor for name, tensor in cache.items()}
         return named if self.newest is None else {**named, _NEWEST: self.newest}
@@ -81,17 +86,19 @@ class DecoderLayout:
     """Shapes of a stream's `DecoderState` on this rank."""
 
     latents: tuple[int, int, int]
-    """Channels, height and width of the latents of whole frames."""
+    """Number of channels, height and width of the latents for whole frames."""
     main: CacheLayout | None
-    """Cache of the main decoder, or None if it has no cache on this rank."""
+    """Layout of the main decoder's cache, or None if it has no cache on this rank."""
     tiny: CacheLayout | None
-    """Cache of the tiny decoder, or None if it has no cache or is not loaded."""
+    """Layout of the tiny decoder's cache, or None if the tiny decoder has no cache or is not
+    loaded.
+    """
 
     def restore(
         self, saved: SavedTensors, device: torch.device | str, num_latents: int
     ) -> DecoderState:
         """Restore the state that was saved after `num_latents` latent frames. The server that saved
-        it may have used other decoders.
+        the state may have used other decoders.
 
         Raises:
             RequestFailed: A tensor is missing or has a different shape or dtype
@@ -113,7 +120,7 @@ class DecoderLayout:
             if self.tiny is not None:
                 return DecoderState(self.tiny.restore(saved.under(_TINY), device), newest, True)
             if newest is not None and self.main is not None:
-                saved.skip_prefix(_TINY)  # no decoder of this server continues from it
+                saved.skip_prefix(_TINY)  # no decoder on this server can continue from it
                 return DecoderState(None, newest)
         if self.main is not None:
             return DecoderState(self.main.restore(saved, device), newest)
@@ -125,18 +132,19 @@ class DecoderLayout:
 
 
 class ChunkDecoder:
-    """Decodes chunks of any session without storing state of the sessions.
+    """Decodes chunks of any session. It stores no session state.
 
     Args:
-        main: Autoencoder that decodes a chunk unless the tiny decoder is requested. Its decoder
-            must be built.
+        main: Autoencoder that decodes a chunk unless the tiny decoder is requested. It must have
+            been built with its decoder.
         tiny: The tiny decoder, or None if it is not loaded.
         rounding: Rounding of pixels to uint8.
-        continuation: Whether `main` continues a stream from its cache or restarts at each chunk
-            (see the module docstring).
-        largest_cells: Number of latent cells per frame of the largest stream. Streams are decoded
-            together up to the cells of as many largest streams as fit into `_JOINED_CELLS`, or up
-            to `_JOINED_CELLS` if none fits. Warm-up measures the memory of these sizes.
+        continuation: How `main` decodes the next chunk of a stream: from its cache, or with a
+            restart (see the module docstring).
+        largest_cells: Number of latent cells per frame of the largest stream. Streams of this size
+            are decoded together as long as their total fits into `_JOINED_CELLS`; smaller streams
+            are decoded together up to the same total. If not even one stream of the largest size
+            fits, the limit is `_JOINED_CELLS`. Warm-up measures the memory for these sizes.
     """
 
     def __init__(
@@ -160,8 +168,9 @@ class ChunkDecoder:
         )
 
     def can_be_tiny(self, before: DecoderState | None) -> bool:
-        """Return whether the tiny decoder can decode the next chunk. Unless it continues a stream
-        from its cache or starts one, it needs the latents for a restart.
+        """Return whether the tiny decoder can decode the next chunk: either the chunk starts the
+        stream, or the tiny decoder decoded the previous chunk, or the latents for a restart are
+        available.
         """
         return self.tiny is not None and (
             before is None or before.tiny or before.newest is not None
@@ -191,7 +200,7 @@ class ChunkDecoder:
             cache, newest = before.cache if before.tiny == tiny else None, before.newest
         if cache is None and newest is not None:
             again = newest[:, :, -(REACH if tiny else RESTART_LATENTS) :]
-            # The latents are split into parts no larger than a chunk to limit the memory.
+            # To limit memory use, the latents are decoded in parts no larger than a chunk.
             for part in again.split(latents_1CFhw.shape[2], dim=2):
                 _, cache = decoder.decode(part, cache)
         pixels, cache = decoder.decode(latents_1CFhw, cache)
@@ -207,9 +216,9 @@ class ChunkDecoder:
         *,
         tiny: bool = False,
     ) -> tuple[torch.Tensor | None, DecoderState]:
-        """Decode the next latents of a stream like `decode`, and return uint8 frames [T, H, W,
-        3] and the new state. If ranks decode bands, the frames are None on all ranks except the
-        first.
+        """Decode the next latents of a stream like `decode`, and return uint8 frames [T, H, W, 3]
+        and the new state. If ranks decode bands of rows, the frames are None on all ranks except
+        the first.
         """
         pixels, state = self.decode(latents_CFhw.unsqueeze(0), before, tiny=tiny)
         frames = to_uint8(pixels, self.rounding)
@@ -225,8 +234,8 @@ class ChunkDecoder:
         return [(to_uint8(pixels, self.rounding), state) for pixels, state in decoded]
 
     def most_streams(self, before: DecoderState | None, latents_CFhw: torch.Tensor) -> int:
-        """Return how many chunks of this size can be decoded together (`decode_together`). The
-        result is 1 if they must be decoded separately.
+        """Return how many chunks of this size can be decoded together (`decode_together`), or 1 if
+        each chunk must be decoded separately.
         """
         if (
             before is None
@@ -241,8 +250,8 @@ class ChunkDecoder:
     def decode_together(
         self, latents_1CFhw: Sequence[torch.Tensor], before: Sequence[DecoderState]
     ) -> list[tuple[torch.Tensor, DecoderState]]:
-        """Decode chunks of several streams with `main` in one pass. There can be up to
-        `most_streams` streams. The results equal those of `decode` within rounding.
+        """Decode chunks of up to `most_streams` streams with `main` in one pass. The results equal
+        those of `decode` within rounding error.
         """
         cache = VAECache.joined([state.cache for state in before if state.cache is not None])
         pixels_B3THW, cache = self.main.decode(torch.cat(list(latents_1CFhw)), cache)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Corrects the colours of decoded frames by setting the Lab statistics of every frame to a target.
+"""Corrects the colours of decoded frames by matching the Lab statistics of every frame to a target.
 
-Without a correction, the colours of a long stream drift. The target for the first chunk of a
-session is its first frame, and the target for a later chunk is the last corrected frame of the
-previous chunk. The state of a stream therefore consists of six values. The conversion to Lab
-follows the textbook formula (sRGB transfer curve, D65).
+Without a correction, the colours of a long stream drift. The target for a session's first chunk is
+the chunk's first frame, and the target for a later chunk is the last corrected frame of the
+previous chunk. The correction state of a stream therefore consists of six values (mean and standard
+deviation of three channels). The conversion to Lab follows the textbook formula (sRGB transfer
+curve, D65).
 """
 
 # T video frames
@@ -33,18 +34,18 @@ _PRIMARIES: Final = (
     (0.019334, 0.119193, 0.950227),
 )
 _XYZ_OF_RGB: Final[list[list[float]]] = (np.array(_PRIMARIES) / np.array(_WHITE)[:, None]).tolist()
-"""Matrix from linear RGB to XYZ divided by the white point. It is a list, because torch.compile
-fails on a module's NumPy arrays.
+"""Matrix that converts linear RGB to XYZ divided by the white point. It is a list, because
+torch.compile fails on a module's NumPy arrays.
 """
 _RGB_OF_XYZ: Final[list[list[float]]] = np.linalg.inv(np.array(_XYZ_OF_RGB)).tolist()
 _CURVED: Final = 0.04045
 _CUBIC: Final = 0.008856
-"""Threshold above which Lab's function is not linear. `_CURVED` is that of the sRGB transfer
-curve.
+"""Threshold above which the transfer function of Lab is a cube root instead of linear. `_CURVED` is
+the corresponding threshold of the sRGB transfer curve.
 """
 _SLOPE, _OFFSET = 7.787, 16 / 116
 _SMALLEST = 1e-6
-"""Lower bound of a standard deviation, for frames with a single colour."""
+"""Lower bound on a standard deviation, which avoids a division by zero for single-colour frames."""
 _TARGET = "color_target"
 
 
@@ -59,7 +60,7 @@ def lab_of_rgb(rgb_T3HW: torch.Tensor) -> torch.Tensor:
 
 
 def rgb_of_lab(lab_T3HW: torch.Tensor) -> torch.Tensor:
-    """Convert CIE Lab to RGB. Values are not limited to [0, 1]."""
+    """Convert CIE Lab to RGB. Values are not clamped to [0, 1]."""
     lightness, a, b = lab_T3HW.float().unbind(1)
     y = (lightness + 16) / 116
     f = torch.stack((y + a / 500, y, y - b / 200), dim=1)
@@ -89,7 +90,7 @@ def correct_frames(
 
     Args:
         rgb_T3HW: Frames in [0, 1].
-        target_23: Statistics to which every frame is set, or None for the statistics of the first
+        target_23: Statistics that every frame is given, or None for the statistics of the first
             frame.
         strength: Weight of the corrected frames in the result, in [0, 1].
 
@@ -119,7 +120,7 @@ class CorrectedState:
     decoder: DecoderState
     """State of the stream's decoder."""
     target_23: torch.Tensor | None
-    """Target for the next chunk, fp32, or None if no chunk has been corrected."""
+    """Target for the next chunk, fp32, or None if no chunk has been corrected yet."""
 
     @property
     def tiny(self) -> bool:
@@ -130,7 +131,7 @@ class CorrectedState:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors by names that digests and snapshots use."""
+        """Return the tensors by the names used in digests and snapshots."""
         named = self.decoder.tensors()
         return named if self.target_23 is None else {**named, _TARGET: self.target_23}
 
@@ -161,8 +162,8 @@ class CorrectingDecoder:
 
     Args:
         decoder: Decoder that returns whole frames on this rank.
-        strength: Strength of the correction, as in `correct_frames`. If it is 0, frames and target
-            are not changed.
+        strength: Strength of the correction, as in `correct_frames`. With 0, neither the frames nor
+            the target change.
         compiled: Whether to compile the correction with torch.compile.
     """
 
@@ -171,7 +172,7 @@ class CorrectingDecoder:
         self._correct = torch.compile(correct_frames, dynamic=False) if compiled else correct_frames
 
     def with_strength(self, strength: float) -> Self:
-        """Return a copy of this decoder with a different strength of the correction."""
+        """Return a copy of this decoder with a different correction strength."""
         other = copy.copy(self)
         other.strength = strength
         return other

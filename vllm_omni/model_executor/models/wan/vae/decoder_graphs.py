@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays the decode of latent frames by a fused decoder as CUDA graphs. Ranks that decode in bands
-use it, because they would otherwise wait for each other's hosts.
+"""Replays a fused decoder's decodes of latent frames as CUDA graphs. Ranks that decode bands of
+rows use these graphs, because without them each rank would wait for the kernel launches of the
+others.
 
-A graph reads and writes features at fixed addresses. The features of a stream are copied into these
-buffers before its chunk and copied out afterwards. The copy before the chunk is skipped if the same
-stream was decoded last. The buffers have the size of the first stream, which is that of the
-warm-up, because the memory for other sizes was not measured. A graph contains halo exchanges, and
-their sizes depend on the height of the whole frame. Ranks must therefore agree on the height, even
-if two heights result in bands of the same shape on one rank.
+A graph reads and writes features in buffers at fixed addresses. The features of a stream are copied
+into these buffers before its chunk is decoded, and copied out afterwards. The first copy is skipped
+if the same stream was decoded last. The buffers have the size of the first stream, which is decoded
+during warm-up, because the memory for other sizes was not measured. A graph contains halo
+exchanges, whose sizes depend on the height of the whole frame. Ranks must therefore agree on the
+height, even if two heights result in bands of the same shape on one rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +20,12 @@ from vllm_omni.model_executor.layers.cuda_graphs import Capture, ForwardGraphs, 
 
 LatentPass = Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor]
 """Function that decodes a latent frame to video frames. Its arguments are the latent frame and the
-features, which it replaces in place."""
+features. It replaces the features in place.
+"""
 
 
 class DecoderGraphs:
-    """CUDA graphs of one decoder. `capture` is an argument of `ForwardGraphs`."""
+    """CUDA graphs of one decoder. `capture` is passed to `ForwardGraphs`."""
 
     def __init__(self, capture: Capture | None = None) -> None:
         self._graphs = ForwardGraphs(capture=capture)
@@ -35,15 +37,15 @@ class DecoderGraphs:
         even if a capture fails on one of them.
         """
         self._sessions: int | None = None
-        """The `identity` of the first feature that was copied out of the buffers, or None if the
-        buffers have changed since then.
+        """The `identity` of the first tensor in the latest copy of the buffers, or None if the
+        buffers have changed since that copy.
         """
 
     def serve(self, features: Sequence[torch.Tensor], latent_height: int | None = None) -> bool:
-        """Return whether streams with these features use the graphs. The first call determines the
-        shapes that do.
+        """Return whether streams with features of these shapes use the graphs. The first call
+        determines the shapes for which graphs are used.
 
-        `latent_height` is the height of the whole frame if the features are those of a band.
+        If the features belong to a band of rows, `latent_height` is the height of the whole frame.
         """
         if not self.buffers:
             self.buffers, self._latent_height = (
@@ -67,9 +69,10 @@ class DecoderGraphs:
             first: Whether this is the first frame of a stream. If so, `features` are zeros.
 
         Returns:
-            The video frames and the features. The features are the buffers, and `pool` copies them.
+            The video frames and the features. The returned features are the buffers themselves;
+            `pool` copies them.
         """
-        # The very first frame runs twice: eagerly, and then again to capture the graph.
+        # The very first frame is decoded twice: eagerly, and then again to capture the graph.
         twice = first and not self._started
         self._started |= first
         for _ in range(2 if twice else 1):
@@ -78,7 +81,9 @@ class DecoderGraphs:
         return frames, self.buffers
 
     def pool(self, features: list[Any]) -> list[Any]:
-        """Return features that the next decode does not overwrite."""
+        """Return the features, copied if necessary, so that the next decode does not overwrite
+        them.
+        """
         if features is not self.buffers:
             return features
         copies = [position.clone() for position in features]

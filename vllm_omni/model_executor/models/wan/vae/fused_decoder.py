@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Wan decoder for GPUs that makes few passes over memory. It runs one kernel before each
+"""A Wan decoder for GPUs that makes few passes over memory. It runs a single kernel before each
 convolution.
 
 Like the fused encoder, it is built from `fused_layers.py`. It decodes one latent frame at a time,
-so a stream that is split at any point is bitwise equal to one call over the whole clip. The
-function `fused_decoder` determines whether it is used.
+so decoding a stream in parts is bit-identical to decoding the whole clip in one call. The function
+`fused_decoder` determines whether this decoder is used.
 """
 
 # B streams, T frames, N = B T, H rows, W columns, R rows with edges, C channels; activations are
@@ -45,11 +45,11 @@ from vllm_omni.model_executor.models.wan.vae_layers import StreamedUpsample, fol
 def fused_decoder(
     decoder: Any, bands: RowBands | None, *, cuda_graphs: bool = False
 ) -> "FusedDecoder | None":
-    """Return the fused form of a built `WanDecoder3d`, or None if `fastest_passes` returns None.
+    """Return a fused version of a `WanDecoder3d`, or None if `fastest_passes` returns None.
 
     Args:
         decoder: diffusers' decoder.
-        bands: Argument of `split_decoder`, or None if it was not called.
+        bands: Bands that were passed to `split_decoder`, or None if `split_decoder` was not called.
         cuda_graphs: Whether to replay the decode of latent frames as CUDA graphs.
     """
     passes = fastest_passes(decoder.conv_in.weight)
@@ -59,8 +59,8 @@ def fused_decoder(
 
 
 class FusedDecoder(FusedLayers):
-    """Decodes latent frames with the layers of a `WanDecoder3d`. Its weights are converted to the
-    layout of the convolutions.
+    """Decodes latent frames with the layers of a `WanDecoder3d`. The weights are converted to the
+    memory layout that the convolutions use.
 
     `graphs` is None if latent frames are decoded eagerly.
     """
@@ -88,8 +88,8 @@ class FusedDecoder(FusedLayers):
 
         Returns:
             Frames [B, C, T, H, W] with T = 4 (1 at the start of the streams), and the features. The
-            features are valid until other streams are decoded; `kept` returns features without this
-            limit.
+            features are valid until other streams are decoded; `kept` returns features that stay
+            valid.
         """
         self.derive()
         first = features is None
@@ -103,7 +103,9 @@ class FusedDecoder(FusedLayers):
         return _LatentPass(self, features, len(x_BCTHW), first).decode(x_BCTHW), features
 
     def kept(self, features: list[Any]) -> list[Any]:
-        """Return features that decodes of other streams do not overwrite."""
+        """Return the features, copied if necessary, so that decodes of other streams do not
+        overwrite them.
+        """
         return features if self.graphs is None else self.graphs.pool(features)
 
     def _decode_in_place(
@@ -185,8 +187,8 @@ class _LatentPass(FramesPass):
         return PendingSum(cells, convolution.bias, shuffled=True)
 
     def _doubled(self, layer: WanCausalConv3d, at: PendingSum) -> torch.Tensor:
-        """Double the number of frames. For the first latent frame of a stream, neither the frame
-        nor the zero features of the layer change.
+        """Double the number of frames. The first latent frame of a stream is passed through, and
+        the layer's features remain zeros.
         """
         if self.first:
             self.index += 1

@@ -2,9 +2,9 @@
 """A Wan encoder for GPUs that makes few passes over memory. It is the counterpart of
 `fused_decoder.py`.
 
-The encoder is built from `fused_layers.py`. It encodes one latent frame at a time, so a stream that
-is split at any point is bitwise equal to one call over the whole clip. The function `fused_encoder`
-determines whether it is used.
+The encoder is built from `fused_layers.py`. It encodes the video frames of one latent frame at a
+time, so encoding a stream in parts is bit-identical to encoding the whole clip in one call. The
+function `fused_encoder` determines whether this encoder is used.
 """
 
 # B streams, T frames, C channels, H rows, W columns
@@ -33,14 +33,14 @@ from vllm_omni.model_executor.models.wan.vae.stacked_frames import PendingSum
 
 
 def fused_encoder(encoder: Any) -> "FusedEncoder | None":
-    """Return the fused form of a built `WanEncoder3d`, or None if `fastest_passes` returns None."""
+    """Return a fused version of a `WanEncoder3d`, or None if `fastest_passes` returns None."""
     passes = fastest_passes(encoder.conv_in.weight)
     return None if passes is None else FusedEncoder(encoder, passes)
 
 
 class FusedEncoder(FusedLayers):
-    """Encodes frames with the layers of a `WanEncoder3d`. Its weights are converted to the
-    layout of the convolutions.
+    """Encodes frames with the layers of a `WanEncoder3d`. The weights are converted to the memory
+    layout that the convolutions use.
     """
 
     def __init__(self, encoder: Any, passes: FusedPasses) -> None:
@@ -111,8 +111,8 @@ class _LatentPass(FramesPass):
         return by_streams(self.whole.passes.add_up(at), self.streams)
 
     def _level(self, level: WanResidualDownBlock, at: PendingSum) -> PendingSum:
-        """Run a level of Wan 2.2. Its shortcut adds the mean over the cells of the level's
-        input.
+        """Run a level of the Wan 2.2 encoder. The shortcut around the level adds the mean over each
+        cell of the level's input.
         """
         blocks: Any = level.resnets
         at, x_NHWC = self.residuals(blocks, at)
@@ -130,7 +130,7 @@ class _LatentPass(FramesPass):
             x_BCTHW = by_streams(x_NHWC, self.streams)
             past_BCTHW = self.features[self.index]
             self.store_feature(x_BCTHW[:, :, -1:].clone(memory_format=torch.channels_last_3d))
-            if not self.first:  # the first video frame is a complete latent frame
+            if not self.first:  # the first video frame becomes a latent frame by itself
                 x_BCTHW = layer.time_conv(torch.cat((past_BCTHW, x_BCTHW), dim=2))
             return PendingSum(rows_last(x_BCTHW))
         return PendingSum(x_NHWC.contiguous())

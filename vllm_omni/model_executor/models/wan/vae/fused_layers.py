@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of the fused Wan encoder and decoder: convolutions in the layout of 2-D kernels, and one
-pass before each convolution.
+"""Layers of the fused Wan encoder and decoder: convolutions in the memory layout of 2-D kernels,
+and a single pass over memory before each convolution.
 
 The layers compute the same sums as diffusers' layers in a different order (see
 `stacked_frames.py`). They use the same parameters and the same feature cache, so a stream can
@@ -54,8 +54,8 @@ class FusedPasses:
 
 
 def fused_vae(device: torch.device, dtype: torch.dtype) -> FastPath:
-    """Return whether a network with weights of this dtype on this device is fused. Networks on CPUs
-    or old GPUs, in fp32 or without Triton are not fused.
+    """Return whether the fused implementation is used for a network with weights of this dtype on
+    this device. It is not used on CPUs or old GPUs, in fp32, or without Triton.
     """
     lack = lacks_gpu(device) or lacks_half(dtype, "omni.model.vae_dtype") or lacks_triton()
     is_nvidia = torch.version.cuda is not None
@@ -64,8 +64,8 @@ def fused_vae(device: torch.device, dtype: torch.dtype) -> FastPath:
 
 
 def fastest_passes(weight: torch.Tensor) -> FusedPasses | None:
-    """Return the kernels for a network with weights like `weight`, or None if `fused_vae` is off
-    for it.
+    """Return the kernels for a network whose weights have the device and dtype of `weight`, or None
+    if `fused_vae` is off for such a network.
     """
     if not fused_vae(weight.device, weight.dtype).is_on:
         return None
@@ -75,17 +75,17 @@ def fastest_passes(weight: torch.Tensor) -> FusedPasses | None:
 
 
 class FusedLayers:
-    """Computes a network's convolutions over three frames as 2-D convolutions where these are
-    faster.
+    """Computes a network's convolutions over three frames as 2-D convolutions where 2-D is faster.
 
-    Derived weights are cached. Call `clear_derived` after weights are loaded.
+    Weights that are derived from the network's weights are cached. Call `clear_derived` after new
+    weights are loaded.
 
     Args:
         network: The encoder or decoder.
         frames: Modules of the network, each with the number of frames that its convolutions process
-            per latent frame after the first. Convolutions for a number of frames in `OF_FRAMES`
-            combine frames (Winograd). All other convolutions remain 3-D, because their frames are
-            small or have few channels, and cuDNN is faster for them.
+            per latent frame after the first. If this number is in `OF_FRAMES`, the convolutions
+            combine frames (Winograd). All other convolutions remain 3-D, because cuDNN is faster
+            for them: their frames are small or have few channels.
         bands: Band of this rank, or None if the rank decodes whole frames.
         passes: Implementation of the two passes between convolutions.
     """
@@ -146,13 +146,13 @@ class FusedLayers:
             weight: Any = layer.weight
             self._derived[layer] = form(weight)
             if weight.is_cuda:
-                # Synchronised, because the next decode may run on a different CUDA stream.
+                # Synchronise, because the next decode may run on a different CUDA stream.
                 torch.cuda.current_stream(weight.device).synchronize()
         return self._derived[layer]
 
     def derive(self) -> None:
-        """Compute the weights for combined frames in advance, because they must exist before a
-        graph is captured.
+        """Compute the weights for combined frames in advance, because these weights must exist
+        before a graph is captured.
         """
         for layer, winograd in self._combining.items():
             self.derived(layer, winograd.transformed)
@@ -162,7 +162,7 @@ class FusedLayers:
 
 
 class FramesPass:
-    """Passes frames of several streams through a network.
+    """One pass of several streams' frames through a network.
 
     Args:
         layers: Layers of the network.
@@ -200,7 +200,7 @@ class FramesPass:
         want_sum: bool = False,
         **more: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the input of `layer` and, if `want_sum`, the sum. The layer's feature is
+        """Return the input of `layer` and, if `want_sum` is true, the sum. The layer's feature is
         replaced.
         """
         bands = self.layers.bands if layer.kernel_size[1] > 1 else None
@@ -229,8 +229,8 @@ class FramesPass:
     def convolve(
         self, layer: WanCausalConv3d, at: PendingSum, *, want_sum: bool = False, **more: Any
     ) -> tuple[PendingSum, torch.Tensor | None]:
-        """Run the pass before `layer`, then apply `layer`. Return the result and, if `want_sum`,
-        the sum.
+        """Run the pass before `layer`, then apply `layer`. Return the result and, if `want_sum` is
+        true, the sum that the pass computed.
         """
         layout = FrameLayout.ALONE if self.first else self.layers.layout(layer)
         frames, total = self.stacked(layer, at, layout, want_sum=want_sum, **more)
@@ -242,7 +242,9 @@ class FramesPass:
     def residuals(
         self, blocks: Iterable[WanResidualBlock], at: PendingSum
     ) -> tuple[PendingSum, torch.Tensor]:
-        """Run residual blocks. Return the result and the input of the first block as a tensor."""
+        """Run residual blocks. Return their result, and the input of the first block as a
+        tensor.
+        """
         first: torch.Tensor | None = None
         for block in blocks:
             gamma1, gamma2 = block.norm1.gamma.flatten(), block.norm2.gamma.flatten()
@@ -312,7 +314,7 @@ def by_streams(x_NHWC: torch.Tensor, streams: int) -> torch.Tensor:
 
 def zero_features(x_BCTHW: torch.Tensor, shapes: Iterable[tuple[int, ...]]) -> list[Any]:
     """Return the zero features with which streams start, each [B, C, 1 or 2, h, w] and
-    channels-last. `shapes` are those of one stream's features.
+    channels-last. `shapes` are the shapes of one stream's features.
     """
     of_each = (x_BCTHW.new_zeros(len(x_BCTHW), *shape[2:], shape[1]) for shape in shapes)
     return [zeros.permute(0, 4, 1, 2, 3) for zeros in of_each]

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splits a VAE decode over several ranks. Each rank decodes a band of rows of every frame.
 
-The decoder consists of 3x3(x3) convolutions, nearest-neighbour upsampling, norms per position, and
-one attention over each frame in the middle. A band therefore needs a halo exchange of one row
-before each spatial convolution, and an all-gather of keys and values at the attention. All other
-operations are local. At the upper and lower edge of the frame, a row of zeros replaces the halo, as
-in the padding of the whole decoder. The sums are the same as in the whole decoder, but kernels may
-compute them in a different order.
+The decoder consists of 3x3(x3) convolutions, nearest-neighbour upsampling, per-position norms, and
+one attention layer over each frame in the middle. A band therefore needs a halo exchange of one row
+before each spatial convolution, and an all-gather of keys and values for the attention. All other
+operations are local. At the upper and lower edge of the frame, a row of zeros replaces the halo,
+like the padding of the unsplit decoder. The sums are the same as in the unsplit decoder, but
+kernels may add their terms in a different order.
 
 `split_decoder` replaces the convolutions and the attention of a built decoder with layers that have
 the same parameter names. The feature cache of a stream then contains only the rows of the band.
-Every rank receives all latents, and frames are gathered where they are needed. A decode is a
-collective operation of `RowBands.group`. The ranks deadlock unless they decode the same chunks of
+Every rank receives all latents, and the decoded frames are gathered on the first rank. A decode is
+a collective operation of `RowBands.group`. The ranks deadlock unless they decode the same chunks of
 the same streams in the same order, which `ChunkEnd` and `VAEStage` ensure.
 """
 
@@ -51,8 +51,8 @@ class RowBands:
         rank: Index of this rank in the group.
         size: Number of ranks.
         group: Process group that is used only for decodes. Decodes may run concurrently with
-            denoise steps on another CUDA stream. If the two shared a group, their collectives would
-            wait for each other.
+            denoise steps on another CUDA stream. If decodes and denoise steps shared a group, their
+            collectives would wait for each other.
         row_pixels: Height of a latent row in pixels.
     """
 
@@ -91,16 +91,16 @@ class RowBands:
         return range(start, start + lengths[self.rank])
 
     def take_band(self, latents_1CTHW: torch.Tensor) -> torch.Tensor:
-        """Return this rank's band of the latents of whole frames.
+        """Return this rank's band of rows from the latents of whole frames.
 
-        The later calls for this decode use the height of these latents.
+        The other methods use the height of these latents until the next decode.
         """
         self.latent_height = latents_1CTHW.shape[3]
         rows = self.rows(self.latent_height)
         return latents_1CTHW[:, :, :, rows.start : rows.stop]
 
     def gathered(self, own: torch.Tensor) -> torch.Tensor:
-        """All-gather tensors [n, ...] to one tensor [n * size, ...] in the order of ranks.
+        """All-gather tensors [n, ...] into one tensor [n * size, ...], in rank order.
 
         The tensors of all ranks must have the same shape. The result is valid until the next call.
         """
@@ -114,7 +114,7 @@ class RowBands:
 
         The rows come from the adjacent bands. At the edges of the frame, they are zeros.
         """
-        # The halo is channels-last like `x` on CUDA, because concatenating rows in a different
+        # On CUDA, the halo is channels-last like `x`, because concatenating rows in a different
         # layout would transpose `x`.
         above, below = self._adjoining(
             torch.stack([x.select(-2, row).movedim(1, -1) for row in (0, -1)])
@@ -124,8 +124,8 @@ class RowBands:
         )
 
     def fill_edges(self, x_NRWC: torch.Tensor) -> None:
-        """Fill the first and last row of `x_NRWC` with the halo of `with_neighbours`, in place. The
-        rows of the band are between them.
+        """Fill the first and last row of `x_NRWC` in place with the halo that `with_neighbours`
+        adds. The rows of the band lie between these two rows.
         """
         x_NRWC[:, 0], x_NRWC[:, -1] = self._adjoining(torch.stack((x_NRWC[:, 1], x_NRWC[:, -2])))
 
@@ -153,7 +153,7 @@ class RowBands:
         )
 
     def join_frames(self, frames_TRWC: torch.Tensor) -> torch.Tensor | None:
-        """Gather the uint8 frames of all bands to whole frames [T, H, W, C] on the first rank.
+        """Gather the uint8 frames of all bands into whole frames [T, H, W, C] on the first rank.
         Return None on other ranks.
         """
         frames, rows, width, channels = frames_TRWC.shape
@@ -174,7 +174,7 @@ class RowBands:
 
 
 class BandCausalConv3d(WanCausalConv3d):
-    """A causal convolution of this rank's band of frames."""
+    """A causal convolution over this rank's band of each frame."""
 
     def __init__(self, whole: WanCausalConv3d, bands: RowBands) -> None:
         super().__init__(whole.in_channels, whole.out_channels, 3, padding=1)
@@ -199,7 +199,7 @@ class BandCausalConv3d(WanCausalConv3d):
 
 
 class BandConv2d(nn.Conv2d):
-    """A 3x3 convolution of this rank's band of a frame."""
+    """A 3x3 convolution over this rank's band of a frame."""
 
     def __init__(self, whole: nn.Conv2d, bands: RowBands) -> None:
         super().__init__(whole.in_channels, whole.out_channels, 3, padding=(0, 1))
@@ -222,8 +222,8 @@ class BandAttention(WanAttentionBlock):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, channels, time, rows, width = x.shape
         frames = self.norm(x.transpose(1, 2).reshape(batch * time, channels, rows, width))
-        # Contiguous, because torch has no fused kernel for other layouts and would multiply in
-        # fp32.
+        # The tensor is made contiguous, because torch has no fused attention kernel for other
+        # layouts and would multiply in fp32.
         qkv = self.to_qkv(frames).movedim(1, -1).contiguous()  # [frames, R, W, 3 C]
         query = qkv[..., :channels].flatten(1, 2)
         rows_first = self.bands.all_rows(qkv[..., channels:].transpose(0, 1))
@@ -236,7 +236,7 @@ class BandAttention(WanAttentionBlock):
 
 
 def split_decoder(decoder: nn.Module, bands: RowBands) -> None:
-    """Replace, in place, every layer of a `WanDecoder3d` that depends on rows of other bands.
+    """Replace in place every layer of a `WanDecoder3d` whose results depend on rows of other bands.
 
     The new layers have new parameters under the same names. The caller must therefore load the
     weights afterwards.

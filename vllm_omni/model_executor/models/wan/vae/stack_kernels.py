@@ -2,8 +2,8 @@
 """Implements `stack_frames` and `add_up` of `stacked_frames.py` with one Triton kernel. Import this
 module only if Triton is available (`HAS_TRITON`).
 
-A Triton program processes some pixels in all frames of a stream, so it can write the three frames
-of a pixel at once.
+Each Triton program processes a few pixels in all frames of a stream. For each pixel, it can
+therefore write all three frames that a convolution reads.
 """
 
 # B streams, T frames, N = B T, H rows, W columns, P = H W, C channels; all tensors are contiguous
@@ -30,8 +30,8 @@ _WARPS = 8
 
 @triton.jit
 def _combined(values, MATRIX: tl.constexpr, ROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the sum of blocks weighted by a row of the matrix. There is one block for each
-    column.
+    """Return the sum of the blocks in `values`, weighted by row `ROW` of `MATRIX`. There is one
+    block for each column of the matrix.
     """
     total = values[0] * MATRIX[ROW][0]
     for column in tl.static_range(1, len(MATRIX[ROW])):
@@ -53,8 +53,8 @@ def _duplicate(  # type: ignore[no-untyped-def]
     mask,
     DUPLICATES: tl.constexpr,
 ):
-    """Return a block of `DuplicatedPixels`. `t` is the index of the frame in its stream, and `n`
-    is its index in the batch.
+    """Return a block of `DuplicatedPixels`. `t` is the index of the frame in its stream, and `n` is
+    the index of the frame in the batch.
     """
     FACTOR: tl.constexpr = DUPLICATES[0]
     GROWN: tl.constexpr = DUPLICATES[1]
@@ -218,15 +218,15 @@ def stack_frames(
     total = None
     if want_sum:
         total = _room_for_sum(activation, past)
-    # A sum that already exists is not written again.
+    # If `activation.x` is already the sum, it is not written again.
     written = None if activation.is_sum else total
     _launch(activation, past, out, written, newest, gamma, edge_rows, layout)
     return StackedFrames(out, newest, total)
 
 
 def add_up(activation: PendingSum) -> torch.Tensor:
-    """Implement `stacked_frames.add_up` with the Triton kernel. If allowed, the sum overwrites
-    `activation.x`, which must not be shuffled.
+    """Implement `stacked_frames.add_up` with the Triton kernel. The sum overwrites `activation.x`
+    unless `x` contains products. `activation` must not be shuffled.
     """
     assert not activation.shuffled
     if activation.is_sum:
@@ -238,8 +238,9 @@ def add_up(activation: PendingSum) -> torch.Tensor:
 
 
 def _room_for_sum(activation: PendingSum, past: torch.Tensor) -> torch.Tensor:
-    """Return memory for the sum. `past` determines its number of streams, rows, columns and
-    channels."""
+    """Return memory for the sum. If new memory is needed, `past` determines its rows, columns and
+    channels.
+    """
     if not (activation.shuffled or activation.products):
         return activation.x
     return activation.x.new_empty((activation.frames, *past.shape[2:]), dtype=activation.dtype)

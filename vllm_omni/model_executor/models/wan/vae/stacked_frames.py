@@ -2,12 +2,13 @@
 """The operations between the convolutions of a fused Wan autoencoder, in plain torch. They are the
 reference for `stack_kernels.py`.
 
-A pass runs before each causal convolution over three frames. It adds the bias and residual of the
-previous layer, normalises, applies SiLU, and arranges frames for 2-D convolutions: combined for
-F(m, 3) (`winograd.py`), or without predecessors for the first frame of a stream. Nearest upsampling
-followed by a 3x3 convolution is replaced by a 2x2 convolution before the upsampling. Weights that
-are applied to the same cell are summed for each of the cell's four pixels. Until the next pass, the
-results for the four pixels are four groups of channels.
+One pass runs before each causal convolution over three frames. It adds the bias and residual of the
+previous layer, normalises, applies SiLU, and arranges the frames for 2-D convolutions: combined for
+F(m, 3) (`winograd.py`), or, for the first frame of a stream, without predecessors. Nearest
+upsampling followed by a 3x3 convolution is replaced by a 2x2 convolution before the upsampling. For
+each of the four pixels into which a cell is upsampled, the weights that would be applied to copies
+of the same cell are summed. Until the next pass, the results for the four pixels are stored as four
+groups of channels.
 """
 
 # B streams, T frames, N = B T frames of all streams, H rows, W columns, R rows with edges, C
@@ -24,14 +25,14 @@ from vllm_omni.model_executor.models.wan.vae.winograd import OF_FRAMES, product_
 
 
 class FrameLayout(Enum):
-    """Layouts in which the input of a convolution contains a frame and its two predecessors."""
+    """Layouts of a convolution's input, which contains each frame and its two predecessors."""
 
     ALONE = "alone"
     """Only the first frame of each stream, [B, R, W, C]. Its predecessors are zeros."""
     SIDE_BY_SIDE = "side by side"
     """Three frames as channels, [N, R, W, 3 C], oldest first."""
     IN_TURN = "in turn"
-    """All frames of a stream after its two past frames, [B (T + 2), R, W, C]."""
+    """For each stream, its two past frames followed by all its new frames, [B (T + 2), R, W, C]."""
     COMBINED = "combined"
     """Frames combined by F(T, 3), [T + 2, B, R, W, C], in `product_dtype`. T must be a key of
     `OF_FRAMES`."""
@@ -40,7 +41,7 @@ class FrameLayout(Enum):
 @dataclass(frozen=True, eq=False)
 class DuplicatedPixels:
     """The shortcut around an upsampling level of Wan 2.2. It consists of copies of the level's
-    input, which the next pass creates.
+    input. The next pass creates these copies.
 
     Each channel of `x` is repeated. The channels are then interpreted as [C, factor, 2, 2]: the
     channel of the result, and the frame, row and column inside the cell of `x`.
@@ -49,12 +50,12 @@ class DuplicatedPixels:
     x: torch.Tensor
     """Input of the level, [N', H/2, W/2, C']."""
     factor: int
-    """Number of frames created from each frame, 1 or 2."""
+    """Number of frames created from each frame of `x`, 1 or 2."""
     repeats: int
     """Number of copies of each channel, `4 * factor * C / C'`."""
     last: bool
-    """Whether only the last of the frames created from each frame is used. This is the case for the
-    first latent frame of a stream.
+    """Whether only the last of the frames created from each frame is used. It is true for the first
+    latent frame of a stream.
     """
 
     @property
@@ -74,7 +75,7 @@ class DuplicatedPixels:
 class PendingSum:
     """A tensor [N, H, W, C] that the next pass computes as the sum `x + bias + residual`.
 
-    The pass may write the sum over `x`, unless `x` is shuffled or contains products.
+    The pass may overwrite `x` with the sum, unless `x` is shuffled or contains products.
     """
 
     x: torch.Tensor
@@ -121,16 +122,16 @@ class StackedFrames:
 
 
 class StackFrames(Protocol):
-    """Computes SiLU(RMS norm over channels) of a sum, and appends it to the previous frames.
-    Without `gamma`, the sum itself is appended.
+    """Computes SiLU(RMS norm over channels) of a sum, and appends the result to the previous
+    frames. Without `gamma`, the sum itself is appended.
 
     Args:
-        activation: The sum, in any float dtype. It is computed in fp32 and rounded once.
+        activation: The pending sum, in any float dtype. It is computed in fp32 and rounded once.
         past: The two previous frames, [B, 2, H, W, C]. They are not read for `FrameLayout.ALONE`.
         layout: Layout of the result.
         gamma: Gain of the norm, [C], or None for no norm and no SiLU.
         edge_rows: Number of rows to reserve above and below every frame.
-        want_sum: Whether to return the sum too.
+        want_sum: Whether to return the sum as well.
     """
 
     def __call__(
@@ -228,8 +229,8 @@ def subpixel(weight_OCHW: torch.Tensor) -> torch.Tensor:
     """Convert the weight [O, C, 3, 3] of a convolution after nearest upsampling to the weight [4 O,
     C, 2, 2] of an equivalent convolution before it.
 
-    The result is channels-last. The four groups of output channels are the pixels of a cell, row by
-    row.
+    The result is channels-last. The four groups of output channels correspond to the pixels of a
+    cell, row by row.
     """
     a, b, c = weight_OCHW.float().unbind(2)
     # [phase, O, C, 2, 3]

@@ -2,12 +2,12 @@
 """TAEHV, the tiny streaming autoencoder: the whole network and its layers.
 
 The network is a sequence of 2-D convolutions over frames. Only its memory blocks depend on the
-past. Each memory block reads the previous frame at its own frame rate, so a stream caches one
-activation per memory block. A stream that is split at any point equals one call over the whole
-clip. Wan's tiny decoder (`tiny_vae.py`) and Waypoint 1.5 use this network.
+past. Each memory block reads the previous frame at the block's own frame rate, so a stream caches
+one activation per memory block. Processing a stream in parts gives the same result as processing
+the whole clip in one call. Wan's tiny decoder (`tiny_vae.py`) and Waypoint 1.5 use this network.
 
-The layout of the weights is that of madebyollin/taehv, class TAEHV with decoder upscaling (no, yes,
-yes) in time.
+The weights have the layout of class TAEHV in madebyollin/taehv, with temporal upscaling (no, yes,
+yes) in the decoder levels.
 """
 
 # C channels, T frames, H, W pixels
@@ -27,8 +27,8 @@ from vllm_omni.model_executor.models.wan.vae.vae import VAECache, lay_channels_l
 
 FRAMES_PER_LATENT: Final = 4
 _SHRINK, _GROW = (2, 2, 1), (1, 2, 2)
-"""Number of consecutive frames that each level of the encoder joins, and that each level of the
-decoder creates from one.
+"""Number of consecutive frames that each level of the encoder joins, and number of frames that each
+level of the decoder creates from one frame.
 """
 _MEMORIES = 3
 """Number of memory blocks per level."""
@@ -54,7 +54,7 @@ class MemoryBlock(nn.Module):
     def forward(
         self, x_TCHW: torch.Tensor, before_1CHW: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the result, and the value of `before_1CHW` for the next call."""
+        """Return the output, and the `before_1CHW` argument for the next call."""
         past_TCHW = torch.cat(
             (before_1CHW.contiguous(memory_format=torch.channels_last), x_TCHW[:-1])
         )
@@ -66,8 +66,8 @@ class TemporalUpsample(nn.Module):
     """Upsampling that turns one frame into `factor` frames of twice the size. Each of these frames
     comes from one group of channels.
 
-    TAEHV upsamples first and then convolves. The 1x1 convolution here runs before the upsampling on
-    a quarter of the pixels and gives the same values.
+    TAEHV upsamples first and then applies the 1x1 convolution. This class applies the convolution
+    before the upsampling, to a quarter of the pixels, and gives the same values.
     """
 
     def __init__(self, channels: int, factor: int) -> None:
@@ -108,8 +108,9 @@ class SoftClamp(nn.Module):
 
 
 def encoder(pixels: int, width: int, latent_channels: int) -> nn.Sequential:
-    """Build the encoder. It reduces the number of frames to a quarter and the sides to an eighth.
-    `pixels` is the number of channels of a frame."""
+    """Build the encoder. It reduces the number of frames to a quarter and the height and width to
+    an eighth. `pixels` is the number of channels of an input frame.
+    """
     layers: list[nn.Module] = [nn.Conv2d(pixels, width, 3, padding=1), nn.ReLU()]
     for factor in _SHRINK:
         layers += [
@@ -121,8 +122,8 @@ def encoder(pixels: int, width: int, latent_channels: int) -> nn.Sequential:
 
 
 def decoder(latent_channels: int, widths: Sequence[int], pixels: int) -> nn.Sequential:
-    """Build the decoder. It returns four frames per latent frame, with sides eight times as
-    long.
+    """Build the decoder. It returns four frames per latent frame, with eight times the height and
+    width.
     """
     layers: list[nn.Module] = [
         SoftClamp(),
@@ -159,8 +160,8 @@ def run_stream(
 def decoder_memory(
     widths: Sequence[int], height: int, width: int
 ) -> tuple[tuple[int, int, int, int], ...]:
-    """Return the shapes of a decoder's cache, which has one frame per memory block. `height` and
-    `width` are those of the latents.
+    """Return the shapes of a decoder's cache, which contains one frame per memory block. `height`
+    and `width` are those of the latents.
     """
     levels = [level for level in range(len(_GROW)) for _ in range(_MEMORIES)]
     return tuple((1, widths[level], height * 2**level, width * 2**level) for level in levels)
@@ -172,7 +173,8 @@ class TAEHV(nn.Module):
     Args:
         channels: Number of latent channels.
         encoder_width: Number of channels of the encoder's layers.
-        decoder_widths: Number of channels of each level of the decoder and of its last layer.
+        decoder_widths: Number of channels of each decoder level and, as the last entry, of the last
+            layer.
         patch: Side in pixels of the patches that are folded into a frame's channels.
         dtype: Dtype of weights, activations and caches.
     """
@@ -222,9 +224,9 @@ class TAEHV(nn.Module):
 
         Args:
             latents_TCHW: Latents [n, C, h, w].
-            cache: Result of the previous call, or None if the stream starts with these latents. A
-                new stream first decodes three copies of its first latent frame, and their frames
-                are discarded.
+            cache: Result of the previous call, or None if the stream starts with these latents. At
+                the start of a stream, three copies of the first latent frame are decoded first, and
+                the resulting frames are discarded.
 
         Returns:
             Frames [4 n, 3, H, W] in [0, 1] and the next cache.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny streaming decoder for Wan latents. It is about 25 (Wan 2.1) or 200 (Wan 2.2) times cheaper
-than Wan's own decoder, but not exact.
+than Wan's own decoder, but only approximate.
 
 The weights have the TAEHV layout (`taew2_1.pth` or `taew2_2.pth`), and the layers come from
-`taehv.py`. The encoder in the file is not used. Every latent frame becomes 4 video frames, but only
-the last of them is used for the first latent frame of a stream.
+`taehv.py`. The encoder in the file is not used. Every latent frame is decoded to 4 video frames,
+but for the first latent frame of a stream only the last of these frames is used.
 """
 
 # C channels, T frames, h, w latent cells
@@ -39,8 +39,8 @@ class TinyVAEDecoder(nn.Module):
 
     Args:
         channels: Widths of the layers: one per level, and the width of the last layer.
-        config: Autoencoder that produced the latents. It determines the number of latent channels
-            and the side of the pixel cells.
+        config: Config of the autoencoder that produced the latents. It determines the number of
+            latent channels and the side of the pixel cells.
         dtype: Dtype of weights, activations and cache.
     """
 
@@ -76,8 +76,9 @@ class TinyVAEDecoder(nn.Module):
         x = latents_1CTHW[0].transpose(0, 1).to(self.dtype)
         x, retained = taehv.run_stream(self.decoder, x, cache)
         if cache is None:
-            x = x[3:]  # the first latent frame of a stream has no past
-        # The channels contain each cell's pixels row by row, unlike the frames of Wan's decoder.
+            x = x[3:]  # the first latent frame of a stream becomes a single video frame
+        # The channels contain each cell's pixels row by row, unlike the output channels of Wan's
+        # decoder.
         x = functional.pixel_shuffle(x, self.config.patch)
         pixels_1CTHW = (x * 2 - 1).clamp_(-1.0, 1.0).transpose(0, 1).unsqueeze(0)
         return pixels_1CTHW, retained
@@ -119,8 +120,8 @@ def _released_form(
 ) -> Mapping[str, Callable[[torch.Tensor], torch.Tensor]]:
     """Return the conversion of a stored tensor, by the name of the result.
 
-    A file may contain more channels than needed for a layer that increases the number of frames.
-    The last channels are used.
+    In a file, a layer that increases the number of frames may have more output channels than
+    needed. In this case, the last channels are used.
     """
     if not name.endswith(".conv.weight") or name not in shapes:
         return {name: unchanged}
@@ -130,14 +131,14 @@ def _released_form(
 def load_wanted(
     decoder: TinyVAEDecoder | None, layout: WanComponents, wanted_by: str | None
 ) -> None:
-    """Load this rank's tiny decoder from the checkpoint's directory, if it has one.
+    """Load this rank's tiny decoder, if it has one, from the checkpoint's directory.
 
     Args:
         decoder: The tiny decoder, or None on a rank that does not decode.
         layout: Components of the checkpoint.
         wanted_by: Option that requires the tiny decoder, as a user would write it, or None if no
-            option does. If an option requires the decoder and the file is missing, every rank
-            raises an error.
+            option requires it. If an option requires the decoder and the file is missing, every
+            rank raises an error.
 
     Raises:
         ValueError: The file is missing, or its tensors do not match the decoder.

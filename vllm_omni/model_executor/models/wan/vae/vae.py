@@ -3,14 +3,15 @@
 feature cache.
 
 The networks are diffusers' `WanEncoder3d` and `WanDecoder3d`. This module manages the feature cache
-of their causal convolutions, which diffusers stores in its model and clears in every call. Here a
-cache is a value. A call takes one cache and returns another one, so an aborted chunk leaves the
-session's cache unchanged.
+of their causal convolutions, which diffusers stores in its model and clears in every call. In this
+module, a cache is an immutable value: a call takes a cache and returns a new one, so an aborted
+chunk leaves the session's cache unchanged.
 
-A latent frame corresponds to 4 video frames, and the first latent frame of a stream to 1. Latent
-frames are processed one at a time, so a stream that is split at any point is bitwise equal to one
-call over the whole clip. A call needs memory for one additional cache, in which the features of a
-latent frame replace those of the previous one, convolution by convolution.
+A latent frame corresponds to 4 video frames, but the first latent frame of a stream corresponds to
+1. Latent frames are processed one at a time, so processing a stream in parts is bit-identical to
+processing the whole clip in one call. A call needs memory for one additional cache, in which the
+features of each latent frame replace those of the previous latent frame, convolution by
+convolution.
 
 Shape letters: B streams, C channels, T frames, H height, W width (pixels of
 `VAEConfig.spatial_factor` x latent cells).
@@ -59,20 +60,22 @@ Rounding = Literal["round", "truncate"]
 """
 Shape = tuple[int, ...]
 Network = Callable[..., torch.Tensor]
-"""Function with the signature of diffusers' encoder and decoder, (x, feat_cache, feat_idx) -> x. It
-replaces the features in `feat_cache`."""
+"""Function with the signature of diffusers' encoder and decoder, (x, feat_cache, feat_idx) -> x.
+The function replaces the features in `feat_cache`.
+"""
 LatentNetwork = Callable[
     [torch.Tensor, list[Any] | None, tuple[Shape, ...]], tuple[torch.Tensor, list[Any]]
 ]
-"""Function that processes one latent frame, with the arguments and results of `_step` without the
-network: (x, features, shapes of a stream's features) -> (output, features)."""
+"""Function that processes one latent frame. It has the arguments of `_step`, except for the
+network, and the same results: (x, features, shapes of a stream's features) -> (output, features).
+"""
 _COMPILE_ATTEMPTS = 2
 """Maximum number of attempts to compile a network for one shape."""
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Shapes and dtype of a stream's caches. They are the same after every call."""
+    """Shapes and dtype of a stream's cache. They are the same after every call."""
 
     shapes: tuple[Shape, ...]
     """Shape of each feature, in the order of the layers that cache them."""
@@ -117,11 +120,11 @@ class VAECache:
         return sum(feature.nbytes for feature in self.features)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors by names that digests and snapshots use."""
+        """Return the tensors by the names used in digests and snapshots."""
         return {f"conv{index:02d}": feature for index, feature in enumerate(self.features)}
 
     def clone(self) -> "VAECache":
-        """Return a copy in new memory. A copy is rarely needed, because caches are immutable and
+        """Return a copy in new memory. Copies are rarely needed, because caches are immutable and
         may be shared.
         """
         return VAECache(tuple(feature.clone() for feature in self.features))
@@ -158,10 +161,10 @@ class StreamingWanVAE(nn.Module):
     """Encoder and/or decoder of a Wan VAE with an explicit cache. Its parameters have diffusers'
     names.
 
-    In half precision on CUDA with Triton, encoder and decoder are fused (`FusedEncoder`,
-    `FusedDecoder`) with the same weights and caches. `compiled` and `frames_per_call` apply only to
-    a decoder that is not fused. Convolutions run channels-last, which is the fastest layout of
-    their kernels. On CPUs they run as 2-D convolutions (`use_cpu_layers`).
+    In half precision on CUDA with Triton, the encoder and decoder are fused (`FusedEncoder`,
+    `FusedDecoder`), with the same weights and caches. `compiled` and `frames_per_call` apply only
+    to a decoder that is not fused. Convolutions run channels-last, because their kernels are
+    fastest in this layout. On CPUs, convolutions run as 2-D convolutions (`use_cpu_layers`).
 
     Args:
         config: Architecture of the autoencoder.
@@ -171,16 +174,16 @@ class StreamingWanVAE(nn.Module):
             normalised float32.
         compiled: Whether to compile the decoder with torch.compile. The first latent frame of a
             stream is excluded, because it has separate control flow.
-        frames_per_call: Number of video frames, of the 4 per latent frame, that pass through the
-            decoder's two largest levels at a time. Default: all. Smaller numbers need less memory
-            in addition to the cache and slightly more time, with equal results.
+        frames_per_call: Number of the 4 video frames per latent frame that pass through the
+            decoder's two largest levels at a time. Default: all 4. Smaller numbers need less memory
+            in addition to the cache and slightly more time. The results are equal.
         bands: Band of rows that this rank decodes together with other ranks (`split_decode`), or
             None for all rows.
-        single_images: Whether convolutions get a 2-D path for single images (`decode_image`).
-        fuse: Function that returns the fused form of a built `WanDecoder3d` for `bands`, or None to
-            use the plain decoder.
-        fuse_encoder: Function that returns the fused form of a built `WanEncoder3d`, or None to use
-            the plain encoder.
+        single_images: Whether to give convolutions a 2-D path for single images (`decode_image`).
+        fuse: Function that returns a fused version of a `WanDecoder3d` for `bands`, or None to use
+            diffusers' decoder.
+        fuse_encoder: Function that returns a fused version of a `WanEncoder3d`, or None to use
+            diffusers' encoder.
     """
 
     latents_mean: torch.Tensor
@@ -267,11 +270,12 @@ class StreamingWanVAE(nn.Module):
 
     @property
     def takes_streams(self) -> bool:
-        """Return whether several streams are decoded in one call. For Wan 2.1, this is faster if
-        nothing is compiled.
+        """Return whether several streams are decoded in one call. For Wan 2.1, one call is faster
+        than separate calls if nothing is compiled.
 
-        Streams of Wan 2.2 are decoded separately. A single latent frame is enough work for a GPU
-        (29 TFLOP at 480x832), and its frames then do not depend on the batch.
+        Streams of Wan 2.2 are decoded separately, because a single latent frame is enough work for
+        a GPU (29 TFLOP at 480x832). The frames of a stream then do not depend on the other streams
+        in the batch.
         """
         if not self.has_decoder or self.bands is not None or self.config.is_residual:
             return False
@@ -352,8 +356,9 @@ class StreamingWanVAE(nn.Module):
 
         Args:
             latents_BCTHW: Normalised latents [B, C, n, h, w], in any float dtype, with n >= 1.
-                Streams are decoded together if none of them starts and `takes_streams` is true
-                (`VAECache.joined`). Complete clips are always decoded together.
+                Several streams are decoded in one pass (`VAECache.joined`) if all of them have
+                already started and `takes_streams` is true. Complete clips are always decoded in
+                one pass.
             cache: Result of the previous call, as for `decode_raw`.
 
         Returns:
@@ -369,14 +374,13 @@ class StreamingWanVAE(nn.Module):
         """Decode the next latents of a stream.
 
         Args:
-            latents_BCTHW: Latents [B, C, n, h, w] that are not normalised, in the VAE's dtype, with
-                n >= 1.
+            latents_BCTHW: Unnormalised latents [B, C, n, h, w], in the VAE's dtype, with n >= 1.
             cache: Result of the previous call, or None if the stream starts with these frames.
 
         Returns:
             Pixels [B, 3, T, H, W] in [-1, 1] in the VAE's dtype with T = 4n (4n - 3 at the start)
-            and H, W = `VAEConfig.spatial_factor` * h, w, and the next cache. With `bands`, both
-            contain only this rank's rows.
+            and H, W = `VAEConfig.spatial_factor` * h, w, and the next cache. With `bands`, both the
+            pixels and the cache contain only this rank's rows.
         """
         factor = self.config.spatial_factor
         if self.bands is not None:
@@ -398,11 +402,11 @@ class StreamingWanVAE(nn.Module):
 
     @torch.no_grad()
     def decode_image(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
-        """Decode single images to pixels [B, 3, 1, H, W]. The latents are those of `decode` with n
-        = 1.
+        """Decode single images to pixels [B, 3, 1, H, W]. The latents have the format of `decode`
+        with n = 1.
 
-        The result equals the first frame of `decode`. No feature cache is needed, because no latent
-        frame follows.
+        The pixels equal the first frame that `decode` returns. No feature cache is needed, because
+        no latent frame follows.
         """
         raw = (latents_BCTHW.float() * self.latents_std + self.latents_mean).to(self.dtype)
         cells = self.decoder(self.post_quant_conv(raw), first_chunk=True)
@@ -452,11 +456,11 @@ def to_uint8(pixels_1CTHW: torch.Tensor, rounding: Rounding = "round") -> torch.
     device.
 
     The levels are 255 * clamp(x / 2 + 0.5, 0, 1), computed in float32 and rounded to the nearest
-    integer or down.
+    integer or rounded down.
     """
     unit_CTHW = (pixels_1CTHW[0].float() / 2 + 0.5).clamp_(0.0, 1.0)
     levels = unit_CTHW.mul_(255)
-    # The cast to uint8 truncates.
+    # For `truncate`, the cast to uint8 rounds down.
     levels_THWC = (levels.round_() if rounding == "round" else levels).permute(1, 2, 3, 0)
     if levels_THWC.is_cuda:
         return levels_THWC.to(torch.uint8).contiguous()
@@ -470,7 +474,7 @@ def _step(
     replaced in place.
 
     The caller must hold the only reference to `features`, so that replaced features are freed at
-    once. If `features` is None, a stream starts.
+    once. `features` is None at the start of a stream.
     """
     if features is not None:
         return network(x_1CTHW, feat_cache=features, feat_idx=[0]), features
@@ -501,7 +505,8 @@ def _later_latents(decoder: Any, compiled: bool, frames_per_call: int | None) ->
     set, the function splits the frames of the last two levels.
 
     The last two levels of a `WanDecoder3d` process 4 video frames per latent frame. These frames
-    can be split anywhere, because each part continues from the features of the previous one.
+    can be split anywhere, because each part continues from the features that the previous part
+    left.
     """
     if frames_per_call is None:
         forward: Network = decoder.forward
@@ -547,7 +552,7 @@ def _later_latents(decoder: Any, compiled: bool, frames_per_call: int | None) ->
             feat_cache[cut - of_middle : cut],
             feat_cache[cut:],
         )
-        feat_cache.clear()  # now only the lists in `features` reference the features
+        feat_cache.clear()  # so that only the lists in `features` reference the features
         x_1CTHW = small(x_1CTHW, feat_cache=features[0], feat_idx=[0])
         frames = []
         for item in x_1CTHW.split(frames_per_call, dim=2):
@@ -578,7 +583,8 @@ def _compiled(network: Network) -> Network:
 
     The copies are needed because compiled code returns some features as views of a convolution's
     input buffer, and the views would keep the buffer alive. If compilation fails, the network runs
-    eagerly. Nothing has run at that point, because the network is a single graph.
+    eagerly instead. No part of the network has run at that point, because the network is compiled
+    as a single graph.
     """
     compiled: Network = torch.compile(network, dynamic=False, fullgraph=True)
     failures: Counter[torch.Size] = Counter()
@@ -603,12 +609,12 @@ def _compiled(network: Network) -> Network:
 
 
 def _pad_first(feature: Any, shape: Shape, like: torch.Tensor) -> torch.Tensor:
-    """Pad a feature of the first latent frame to its final shape. The zero frames in front
-    correspond to the convolution's padding.
+    """Pad a feature of the first latent frame to its final shape. The zero frames that are added in
+    front correspond to the convolution's padding.
 
-    The first latent frame leaves one frame in a feature, and later latent frames leave two. In the
-    temporal upsamplers, which skip their convolution for the first latent frame, it leaves a string
-    instead of a tensor. The feature is also converted to its final memory layout, because
+    The first latent frame leaves one frame in a feature, and later latent frames leave two.
+    Temporal upsamplers skip their convolution for the first latent frame, so their feature is a
+    string instead of a tensor. The feature is also converted to its final memory layout, because
     concatenating it in a different layout would transpose the frames of every later call.
     """
     if isinstance(feature, torch.Tensor):
@@ -620,8 +626,8 @@ def _pad_first(feature: Any, shape: Shape, like: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _cache_shapes(config: VAEConfig, part: Part, height: int, width: int) -> tuple[Shape, ...]:
-    """Return the shapes of a cache after any call. They are determined by running two latent frames
-    on the meta device.
+    """Return the shapes of a cache, which are the same after every call. They are determined by
+    running two latent frames on the meta device.
     """
     with torch.device("meta"), torch.no_grad():
         vae = StreamingWanVAE(config, encoder=part == "encoder", decoder=part == "decoder")
@@ -642,6 +648,6 @@ def _cache_shapes(config: VAEConfig, part: Part, height: int, width: int) -> tup
             first = partial(network, first_chunk=True)
         for run, item in zip((first, network), components, strict=True):
             run(item, feat_cache=features, feat_idx=[0])
-    # Convolutions over one frame (the shortcuts) cache nothing. Their entries are the unused ones
-    # at the end.
+    # Convolutions over one frame (the shortcuts) cache nothing. Their unused entries are at the
+    # end.
     return tuple(tuple(feature.shape) for feature in features if feature is not None)

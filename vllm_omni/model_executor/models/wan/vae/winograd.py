@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Winograd's F(m, 3) along time. It computes m frames of a convolution over three frames with m + 2
-instead of 3 m products.
+"""Winograd convolution F(m, 3) along time. It computes m frames of a convolution over three frames
+with m + 2 products instead of 3 m.
 
 Frames are combined before the convolutions, weights are combined once after they are loaded, and
 results are combined after the convolutions. Combinations and products are fp16. Because fp16 has
@@ -20,8 +20,8 @@ import torch
 Matrix = tuple[tuple[float, ...], ...]
 
 _RANGE: Final = 16.0
-"""Divisor of inputs and factor of results. It is needed because activations may exceed 65504, the
-largest value of fp16.
+"""Factor by which inputs are divided and results are multiplied, because activations may exceed
+65504, the largest value of fp16.
 """
 
 
@@ -37,9 +37,10 @@ class WinogradMatrices:
     """Matrix [m, m + 2] from products to results."""
 
     def transformed(self, weight_OCTHW: torch.Tensor) -> torch.Tensor:
-        """Combine a weight [O, C, 3, H, W] to m + 2 weights [m + 2, O, C, H, W] in `product_dtype`.
+        """Combine a weight [O, C, 3, H, W] into m + 2 weights [m + 2, O, C, H, W] in
+        `product_dtype`.
 
-        Each of them is channels-last. The combinations are computed in fp32.
+        Each combined weight is channels-last. The combinations are computed in fp32.
         """
         matrix = weight_OCTHW.new_tensor(self.weights, dtype=torch.float32)
         of_products = torch.einsum("jt,octhw->johwc", matrix, weight_OCTHW.float())
@@ -85,6 +86,6 @@ OF_FRAMES: Final[Mapping[int, WinogradMatrices]] = {
         ((1, 1, 1, 1, 1, 0), (0, 1, -1, 2, -2, 0), (0, 1, 1, 4, 4, 0), (0, 1, -1, 8, -8, 1)),
     ),
 }
-"""The matrices of F(2, 3) and F(4, 3), by m. F(2, 3) interpolates at 0, 1, -1 and infinity, and
-F(4, 3) also at 2 and -2.
+"""The matrices of F(2, 3) and F(4, 3), by m. F(2, 3) interpolates at the points 0, 1, -1 and
+infinity; F(4, 3) also interpolates at 2 and -2.
 """
