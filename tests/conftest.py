@@ -79,13 +79,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def _slow_tests(root: Path) -> frozenset[str]:
-    """Return the node ids of the tests that took a second or more, from pytest-split's file."""
+    """Return the node ids of the tests that took half a second or more, from pytest-split's file."""
     durations_s = json.loads((root / ".test_durations").read_text())
-    return frozenset(test for test, duration_s in durations_s.items() if duration_s >= 1)
+    return frozenset(test for test, duration_s in durations_s.items() if duration_s >= 0.5)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests that start an engine or a browser, and tests that take a second or more.
+    """Mark tests that start an engine or a browser, and tests that take half a second or more.
 
     Files that start engines run first in each pytest-xdist process. They take longest, so running
     them early lets all processes finish at about the same time.
