@@ -54,7 +54,7 @@ def frame(first_byte: int, payload: bytes) -> bytes:
 
 
 def flood(kind: str) -> bytes:
-    """Return the bytes that one socket of an attack sends at once."""
+    """Return the payload that each attacking socket sends in a single write."""
     if kind == "fragments":
         return frame(0x02, b"") + frame(0x00, b"x") * 1_000_000
     if kind == "pings":

@@ -5,9 +5,9 @@
 
 The model is the null world, which takes almost no time, and the servers send each chunk when it is
 due at 16 frames per second. Each client plays one stream of `/v1/realtime_video/generate` and
-reconnects when its session moves to another server. A server receives SIGTERM, moves its sessions
-to other servers, ends and is started again. The next server is restarted once HAProxy has detected
-the new process.
+reconnects when its session moves to another server. Each server receives SIGTERM, moves its
+sessions to the other servers, exits and is restarted. The next server is restarted once HAProxy has
+detected the new process.
 
 A gap is the time between two chunks of one client. A session is lost if its stream ends for any
 reason other than a move. A chunk is wrong if its number or its frames differ from those of the

@@ -138,8 +138,8 @@ class Image:
         ]
 
     def entered(self, argv: Sequence[str], env: Mapping[str, str]) -> list[str]:
-        """Return the part of a command that follows `chroot ROOT`: it sets user, variables and
-        working directory, and runs `argv`.
+        """Build the arguments to append after `chroot ROOT`: they set the user, environment
+        variables and working directory, then run `argv`.
         """
         record = next(
             (one for one in self.accounts() if self.user in (one[0], one[2])),

@@ -118,8 +118,8 @@ class PartRunner:
 
 
 def run_limited(command: list[str], environment: dict[str, str], log: Path, limit_s: float) -> str:
-    """Run a command with its output in `log`. The process group of the command is killed at the
-    time limit.
+    """Run a command, redirecting its output to `log`. The process group of the command is killed at
+    the time limit.
     """
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -2,8 +2,8 @@
 """Run programs that must end within a time limit, and start servers as users do.
 
 If a program fails, `run_program` fails the test with the program's output and kills all of its
-processes. `limited_rank` is for processes that torchrun starts in other sessions: shortly before
-the time limit, each of them writes the stacks of its threads and exits. `has_ended` checks any
+processes. `limited_rank` is for ranks that torchrun starts, each in a process session of its own:
+shortly before the time limit, each rank dumps its thread stacks and exits. `has_ended` checks any
 process.
 """
 

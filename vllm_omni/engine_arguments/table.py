@@ -36,7 +36,7 @@ class ArgumentVerdict:
     The text completes the argument's line on the generated page.
     """
     unless: tuple[Any, ...] = ()
-    """Values that are accepted although the argument is refused."""
+    """Values that are still accepted when the argument is otherwise refused."""
 
 
 NO_EFFECT: Final = ArgumentVerdict("no effect")

@@ -154,7 +154,7 @@ def save(
 
 
 def start_image(args: argparse.Namespace) -> Any:
-    """Return a start image of noise, as a PIL image."""
+    """Return a random-noise start image as a PIL image."""
     import numpy
     from PIL import Image
 

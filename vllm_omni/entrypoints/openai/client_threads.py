@@ -26,8 +26,8 @@ _CLIP_THREADS: Final = 2
 _IMAGES_PER_CLIENT: Final = 2
 _CLIPS_PER_CLIENT: Final = 1
 _WAITING_PER_CLIENT: Final = 16
-"""Maximum number of files of a client that wait to be decoded. Each file may be as large as a
-request body.
+"""Maximum number of images, and of clips, per client that can be queued for decoding. Each file may
+be as large as a request body.
 """
 
 

@@ -50,7 +50,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_side: Positive = 8192
     """Maximum width and maximum height in pixels."""
     pictures: ImageSizes | None = None
-    """Sizes of images. Default: the sizes of videos."""
+    """Default and maximum size of images. None: the same sizes as for videos."""
     size_multiple: tuple[Positive, Positive] = (16, 16)
     """Numbers of pixels by which the width and the height, in this order, must be divisible."""
     num_inference_steps: Positive | None = None

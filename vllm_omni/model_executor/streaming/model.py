@@ -134,7 +134,7 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
     prompts: Any
     """Cache of cross-attention K/V by prompt."""
     decoder: ChunkLatentsDecoder | None
-    """Decoder of the latents. None on a rank that does not decode."""
+    """Network that decodes latents to frames. None on a rank that does not decode."""
     action_space: ActionSpace = ActionSpace()
     """Controls of the model. `StreamingModel` itself reads only `prompt`, which states whether a
     first chunk needs a prompt.

@@ -63,9 +63,9 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
     """Device of the text encoder. `cpu` saves device memory (10.6 GiB for umt5-xxl). Default: the
     device of the transformer."""
     decoder: Literal["wan", "tiny"] = "wan"
-    """Decoder of the latents: Wan's VAE, or the tiny autoencoder TAEHV, which is much cheaper but
-    only approximates Wan's VAE. TAEHV is read from `taew2_1.pth` in the checkpoint's directory, or
-    from `taew2_2.pth` for models with Wan 2.2's VAE.
+    """Network that decodes latents to frames: Wan's VAE, or the tiny autoencoder TAEHV, which is
+    much cheaper but only approximates Wan's VAE. TAEHV is read from `taew2_1.pth` in the
+    checkpoint's directory, or from `taew2_2.pth` for models with Wan 2.2's VAE.
     """
     cuda_graphs: bool | None = None
     """Replay repeated forward passes as CUDA graphs, which takes only a fraction of the host time

@@ -79,7 +79,8 @@ def run_vae_cache_shapes(scenario: GoldenScenario) -> None:
 
 
 def recorded_vae(scenario: GoldenScenario) -> VAEConfig:
-    """Return the configuration of a VAE from the original's arguments.
+    """Build the VAE config from the original implementation's constructor arguments, as stored in
+    the scenario's metadata.
 
     Raises:
         ValueError: The original's arguments include an unknown argument.

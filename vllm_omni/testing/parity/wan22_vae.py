@@ -67,7 +67,8 @@ def verify(golden_dir: Path) -> ComparisonReport:
 
 
 def recorded_vae(metadata: dict[str, str]) -> VAEConfig:
-    """Return the configuration of a VAE from the original's arguments in a file's metadata.
+    """Build the VAE config from the original implementation's constructor arguments, as stored in
+    the metadata of the file of recorded weights.
 
     Raises:
         ValueError: The original's arguments include an unknown argument.

@@ -108,7 +108,7 @@ class ChunkEnd:
 
     Args:
         model: The model.
-        adapters: LoRA adapters of the rank.
+        adapters: Store of the LoRA adapters registered on this rank.
         agreement: Agreement with the other ranks.
         in_flight: Chunks in flight on the rank.
         results: CUDA stream on which frames are decoded.

@@ -38,8 +38,9 @@ def walk(world: AbotWorld, store: AdapterStore, choices: list[list[Lora]]) -> li
 def test_an_adapter_of_every_layer_equals_merged_weights(
     layouts: dict[str, Path], tmp_path: Path
 ) -> None:
-    """An adapter of every layer, which also applies to the reference images, equals merged weights.
-    A later session without an adapter is bit-identical to the base model.
+    """An adapter that covers every layer, which also applies to the reference images, gives the
+    same output as weights with the adapter merged in. A later session without an adapter is
+    bit-identical to the base model.
     """
     world = load_world(layouts["original"])
     made = every_layer(world.adapter_targets()["transformer"])

@@ -102,8 +102,9 @@ def walk(world: DreamXWorld, store: AdapterStore, choices: list[list[Lora]]) -> 
 
 
 def test_an_adapter_of_every_layer_equals_merged_weights(checkpoint: Path, tmp_path: Path) -> None:
-    """An adapter of every layer, including the camera branch, equals merged weights. A later
-    session without the adapter is bit-identical to the base model.
+    """An adapter that covers every layer, including the camera branch, gives the same output as
+    weights with the adapter merged in. A later session without the adapter is bit-identical to the
+    base model.
     """
     world = load_world(checkpoint)
     target = world.adapter_targets()["transformer"]

@@ -60,8 +60,8 @@ def test_the_two_scales_are_combined_as_in_bagel() -> None:
 
 
 def test_sampling_follows_the_probabilities() -> None:
-    """For 1000 evenly spaced draws from the probabilities 0.6, 0.3 and 0.1, each token's share is
-    within 0.002 of its probability.
+    """With 1000 evenly spaced values in [0, 1) as the random draws, each token's share is within
+    0.002 of its probability (0.6, 0.3 or 0.1).
     """
     logits = torch.tensor([0.3, 0.6, 0.1]).log()
     draws = (torch.arange(1000) + 0.5) / 1000

@@ -56,9 +56,9 @@ def walk(
 
 
 def test_an_adapter_of_every_layer_equals_merged_weights(checkpoint: Path, adapter: Path) -> None:
-    """An adapter of every layer equals merged weights. When a session switches adapters, the keys
-    and values of its image are recomputed. A later session without the adapter is bit-identical to
-    the base model.
+    """An adapter that covers every layer gives the same output as weights with the adapter merged
+    in. When a session switches adapters, the keys and values of its image are recomputed. A later
+    session without the adapter is bit-identical to the base model.
     """
     keys, game = KEYS[checkpoint.name], load_game(checkpoint)
     store = make_store(game, {"ink": adapter})

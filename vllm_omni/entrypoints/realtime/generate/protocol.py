@@ -123,12 +123,12 @@ class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
     realtime_output_pacing: bool = False
     """Whether to send each chunk no earlier than it is due for playback. Default: False."""
     realtime_causal_kv_cache_num_frames: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
-    """Attention window of the session in latent frames, at most the server's window. Default: the
-    server's window.
+    """Attention window of this session in latent frames. A value above the server's window is
+    reduced to it. Default: the server's window.
     """
     realtime_causal_sink_size: Annotated[int, msgspec.Meta(ge=0, le=4096)] | None = None
-    """Number of sink frames of the session, at most the server's number. Default: the server's
-    number.
+    """Number of sink frames for this session. A value above the server's configured value is
+    reduced to it. Default: the server's configured value.
     """
     enable_frame_interpolation: bool = False
     """A request that sets this field to True is refused."""

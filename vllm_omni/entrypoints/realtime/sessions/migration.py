@@ -161,7 +161,8 @@ class SessionMigration:
             endpoint: Name of the endpoint in metrics.
 
         Raises:
-            EndpointError: For example `session_exists`. Existing sessions do not change.
+            EndpointError: For example `session_exists`. The failed restore does not change the
+                state of existing sessions, but an unused one may have been closed to make room.
         """
         if self.manager.find(key) is not None:
             raise EndpointError(

@@ -138,7 +138,9 @@ class Ring:
         return other
 
     def to(self, device: torch.device | str) -> Self:
-        """Return a copy on `device`. The format itself is moved, not copied."""
+        """Return a copy on `device`. The copy and this ring buffer share one `format`, whose
+        tensors are moved to `device`, so use only the copy afterwards.
+        """
         self.format.to(device)
         other = self._on(torch.device(device), self.format)
         other._copy_tokens(self)

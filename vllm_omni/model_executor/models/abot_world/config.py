@@ -135,8 +135,8 @@ class AbotWorldOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
     presets: ClassVar[Mapping[PresetName, Preset]] = PRESETS
 
     decoder: Literal["wan", "tiny"] = "tiny"
-    """Decoder of the latents. `tiny`: the tiny autoencoder TAEW2.2 (`taew2_2.pth` in the
-    checkpoint's directory), as in the release. `wan`: Wan's VAE, which takes as long as the
+    """Network that decodes latents to frames. `tiny`: the tiny autoencoder TAEW2.2 (`taew2_2.pth`
+    in the checkpoint's directory), as in the release. `wan`: Wan's VAE, which takes as long as the
     transformer."""
     positions: Literal["carried", "window"] = "carried"
     """Positions of frames relative to the reference images. `carried`: the position is the index of

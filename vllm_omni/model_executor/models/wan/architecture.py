@@ -3,8 +3,7 @@
 in other modules.
 
 The command line and the config parser can import this module, because it imports nothing heavy. A
-`config.json` may use Wan's or diffusers' keys. Values that are missing in a `config.json` are not
-guessed.
+`config.json` may use Wan's or diffusers' keys. Values missing from `config.json` are never guessed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -10,10 +10,10 @@ comparison of a tensor with a string splits the decoder into more than a dozen g
 
 *CPU* layers are faster on CPUs, where torch's 3-D convolution reaches only a tenth of the speed of
 its 2-D convolution. A causal convolution over three frames is computed as a 2-D convolution with
-the three frames as input channels. The memory of `weight` has the order of the 2-D convolution's
-weights, so these are a view of `weight`, and loading or converting one affects both. Activations
-are channels-last. `use_cpu_layers` must be called while the network is on a CPU. If the network is
-later moved to another device, its layers use diffusers' own computation.
+the three frames as input channels. `weight` is stored in the memory layout that the 2-D convolution
+needs, so the 2-D weight is a view of `weight`, also after `weight` has been loaded or converted.
+Activations are channels-last. `use_cpu_layers` must be called while the network is on a CPU. If the
+network is later moved to another device, its layers use diffusers' own computation.
 """
 
 # B streams or clips, C channels, T frames, H rows, W columns, O channels of the result

@@ -58,7 +58,7 @@ class VideoRequest:
     @property
     def guided(self) -> bool:
         """Return whether the network also runs with the negative prompt. As in diffusers, the first
-        expert's guidance scale decides for both experts.
+        expert's guidance scale determines whether guidance is used for both experts.
         """
         return self.guidance > 1
 

@@ -2,7 +2,7 @@
 """Draws squares that show the received actions into the frames of the null world, so that tests can
 read the actions even after the frames have passed through codecs and browsers.
 
-Each square has 8 x 8 pixels. A frame has one square per button, one per axis and one for the wheel,
+Each square is 8 x 8 pixels. A frame has one square per button, one per axis and one for the wheel,
 in the order of the action space. The squares fill the bottom of the frame from left to right, and
 then the rows above. The square of a held button is white, and that of a released button is black.
 The square of an axis or the wheel has gray value 128 at rest. Moving the axis or the wheel changes

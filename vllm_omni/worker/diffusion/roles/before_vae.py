@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last pipeline stage with layers if a VAE stage follows (`omni.vae_stage`).
+"""Role of the last stage with layers when a separate VAE stage follows it (`omni.vae_stage`).
 
 This stage runs the noise schedule, checks chunks and commits them. After every step, this stage
 sends a small host message to the VAE stage (`send_to_vae_stage`). As soon as the latents of a chunk

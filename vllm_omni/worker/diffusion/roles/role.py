@@ -69,7 +69,7 @@ class RankParts:
     model: SupportsStepExecution
     """The model, as an interface for denoise steps."""
     adapters: NoAdapters
-    """LoRA adapters of the rank."""
+    """Store of the LoRA adapters registered on this rank."""
     agreement: RankAgreement
     """Agreement with the other ranks."""
     sessions: SessionStore
@@ -113,7 +113,7 @@ class RankParts:
             vllm_config: Configuration of the engine.
             network: The loaded model.
             model: The loaded model, as an interface for denoise steps.
-            adapters: LoRA adapters of the rank.
+            adapters: Store of the LoRA adapters registered on this rank.
             device: Device of the rank.
             parallel: Position of the rank.
             agreement: Agreement with the other ranks.

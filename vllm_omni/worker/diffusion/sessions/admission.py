@@ -40,7 +40,7 @@ class Admission:
         sessions: Sessions of the rank.
         in_flight: Chunks in flight on the rank.
         device: Device on which the model's stages are timed.
-        adapters: LoRA adapters of the rank.
+        adapters: Store of the LoRA adapters registered on this rank.
     """
 
     def __init__(

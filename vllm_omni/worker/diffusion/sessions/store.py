@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SessionStore`: creates, evicts and frees the sessions of one rank, and tracks their memory.
 
-The first chunk of a session creates the session. A session outlives its requests and is freed in
-only one place (`close`). Sessions are admitted by their size in bytes: the size of a session is
-known before it is created, and constant afterwards unless its K/V window grows (`omni.kv_growth`).
+The first chunk of a session creates the session. A session outlives its requests and ends in only
+one place (`close`), which frees it. Other code frees only a session object that is not in the
+store: one that has just been written to disk (`_write`), or one that could not be restored
+(`SuspendedFiles.read`, `SessionSnapshots.load`). Sessions are admitted by their size in bytes: the
+size of a session is known before it is created, and constant afterwards unless its K/V window grows
+(`omni.kv_growth`).
 
 A session that has been idle for some time may be *suspended* (`omni.suspend_idle_s`): its state
 moves to host memory, which has a separate limit, and moves back before the session's next chunk.
