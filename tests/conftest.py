@@ -79,7 +79,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def _slow_tests(root: Path) -> frozenset[str]:
-    """Return the node ids of the tests that took half a second or more, from pytest-split's file."""
+    """Return the ids of tests that took half a second or more, from pytest-split's file."""
     durations_s = json.loads((root / ".test_durations").read_text())
     return frozenset(test for test, duration_s in durations_s.items() if duration_s >= 0.5)
 
