@@ -1,7 +1,7 @@
 # make demo          set up, serve the trained world, walk its tour, write demo.mp4 and demo.png, keep serving
 # make demo ONCE=1   the same, and stop after the files are written
 # make check         lint, types and every test that takes less than half a second and needs neither engine nor browser: before each commit
-# make durations     record in .test_durations which tests take half a second or more; `make check` leaves these out
+# make durations     record in tests/durations.json which tests take half a second or more; `make check` leaves these out
 # make test          set up and run the test suite, without the nightly tests
 # make nightly       the slow tests; SHARD=3/8 runs the third of eight shards of them
 # make test-cuda     the tests that need a GPU, spread over the GPUs of the machine
@@ -46,8 +46,8 @@ engineless: setup
 
 durations: setup
 	@$(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not nightly and not engine and not browser" \
-	  --store-durations --clean-durations $(PYTEST_ARGS)
-	@$(VENV)/bin/python -c "import json, pathlib; file = pathlib.Path('.test_durations'); \
+	  --store-durations --clean-durations --durations-path tests/durations.json $(PYTEST_ARGS)
+	@$(VENV)/bin/python -c "import json, pathlib; file = pathlib.Path('tests/durations.json'); \
 	  slow = {test: round(s, 1) for test, s in sorted(json.loads(file.read_text()).items()) if s >= 0.5}; \
 	  file.write_text(json.dumps(slow, indent=0) + '\n')"
 

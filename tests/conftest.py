@@ -78,19 +78,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if deselected and collection_path == config.rootpath / _ENGINE_FOLDER else None
 
 
-def _slow_tests(root: Path) -> frozenset[str]:
-    """Return the ids of tests that took half a second or more, from pytest-split's file."""
-    durations_s = json.loads((root / ".test_durations").read_text())
-    return frozenset(test for test, duration_s in durations_s.items() if duration_s >= 0.5)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests that start an engine or a browser, and tests that take half a second or more.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests that start an engine or a browser, and the slow tests in durations.json.
 
     Files that start engines run first in each pytest-xdist process. They take longest, so running
     them early lets all processes finish at about the same time.
     """
-    slow_tests = _slow_tests(config.rootpath)
+    slow_tests = json.loads((Path(__file__).parent / "durations.json").read_text())
     for item in items:
         if item.nodeid in slow_tests:
             item.add_marker("slow")
