@@ -31,6 +31,7 @@ tests/training/tiny_world/test_players.py.
 # L latent frames, N walks
 
 import math
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -635,18 +636,10 @@ def table(scenarios: dict[str, Any]) -> list[dict[str, Any]]:
     if bot := scenarios.get("bot"):
         lowest = bot["lowest_ten_seconds_psnr"]
         add("bot: PSNR, lowest mean of ten seconds", lowest, ">= 18 dB", lowest >= 18, "22 dB")
-        judged = [
-            (share, weight)
-            for share, weight in zip(bot["village_share"], bot["judged"], strict=True)
-            if share is not None
-        ]
-        share = round(
-            sum(share * weight for share, weight in judged)
-            / max(1e-6, sum(weight for _, weight in judged)),
-            4,
-        )
+        shares = [share or 0.0 for share in bot["village_share"]]  # None: no frame is judged
+        share = round(statistics.fmean(shares, bot["judged"]), 4) if any(bot["judged"]) else 0.0
         add("bot: share of frames that are a village", share, ">= 0.98", share >= 0.98, "1")
-        share = min((share for share, _ in judged), default=0.0)
+        share = min((share for share in bot["village_share"] if share is not None), default=0.0)
         add(
             "bot: share of frames that are a village, lowest walk",
             share,
