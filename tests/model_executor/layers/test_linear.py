@@ -15,6 +15,7 @@ from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext, checkpoint_slots
+from vllm_omni.model_executor.layers.linear import linear
 from vllm_omni.model_executor.layers.linear.linear import (
     ColumnLinear,
     LinearPrecision,
@@ -53,6 +54,16 @@ def model(kind: str, parallel: ParallelContext, seed: int = 0) -> nn.ModuleDict:
 
 def shards(kind: str) -> list[LinearBase]:
     return [model(kind, ParallelContext(rank, RANKS))["layer"] for rank in range(RANKS)]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_each_layer_chooses_its_fp8_kernel(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The constructors of the merged layers skip constructors of vLLM, but the kernel for FP8
+    weights is chosen for them, too."""
+    layers: list[LinearBase] = []
+    monkeypatch.setattr(linear, "choose_kernel", layers.append)
+    layer = LAYERS[kind](ParallelContext())
+    assert layers == [layer]
 
 
 @pytest.mark.parametrize(

@@ -160,10 +160,6 @@ class _QuantizedInput(LinearBase):
     (`quantized_input.takes_quantized`).
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        choose_kernel(self)
-
     def forward(self, input_: Input) -> Any:
         if isinstance(input_, QuantizedActivation):
             bias = None if self.skip_bias_add else self.bias
@@ -201,7 +197,7 @@ class ColumnLinear(_QuantizedInput, ColumnParallelLinear, ShardedModule):
             tp_rank=parallel.tensor_rank,
             tp_size=parallel.tensor_size,
         )
-        _await_bias(self)
+        _weights_created(self)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
         rows = _Rows(self, 0, self.output_size_per_partition, self.output_size, self.tp_rank)
@@ -243,7 +239,7 @@ class MergedLinear(_QuantizedInput, MergedColumnParallelLinear, ShardedModule):
             tp_rank=parallel.tensor_rank,
             tp_size=parallel.tensor_size,
         )
-        _await_bias(self)
+        _weights_created(self)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
         parent = prefix.rpartition(".")[0]
@@ -330,7 +326,7 @@ class QKVLinear(_QuantizedInput, QKVParallelLinear, ShardedModule):
             tp_rank=parallel.tensor_rank,
             tp_size=ranks,
         )
-        _await_bias(self)
+        _weights_created(self)
 
     def named_slots(self, names: Sequence[str]) -> Iterator[tuple[str, CheckpointSlot]]:
         """Yield the slots of the three layers, given their full names in the checkpoint."""
@@ -382,7 +378,7 @@ class RowLinear(_QuantizedInput, RowParallelLinear, ShardedModule):
         self.input_size = in_features
         self.tp_rank, self.tp_size = parallel.tensor_rank, parallel.tensor_size
         self.update_param_tp_status()
-        _await_bias(self)
+        _weights_created(self)
 
     def forward(self, input_: Input, alone: bool = False) -> torch.Tensor:
         """Return the matrix product, all-reduced over the ranks unless `alone` is set; see
@@ -452,11 +448,14 @@ def _named(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _await_bias(layer: LinearBase) -> None:
-    """If vLLM quantizes a layer as soon as it is fully loaded, make vLLM wait for the bias, too.
+def _weights_created(layer: LinearBase) -> None:
+    """Choose the kernel of a layer with FP8 weights, and prepare loading. Every constructor calls
+    this function at its end.
 
+    If vLLM quantizes a layer as soon as it is fully loaded, vLLM has to wait for the bias, too.
     vLLM registers the bias when the weight arrives, but in a file the bias comes before the weight.
     """
+    choose_kernel(layer)
     if layer.quant_method.uses_meta_device:
         initialize_online_processing(layer)
 
