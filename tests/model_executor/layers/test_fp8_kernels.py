@@ -12,9 +12,11 @@ from vllm_omni.model_executor.layers.quantization.fp8_kernels import (
     dequantize,
     dequantize_into,
     dequantize_rows,
+    fit_scales,
     plain_dequantize,
     plain_dequantize_rows,
     plain_quantize,
+    plain_scales,
     quantize,
 )
 
@@ -102,9 +104,58 @@ def test_each_row_of_a_weight_has_its_scale(
     assert torch.equal(dequantize_rows(weight, scale, dtype), (weight.float() * scale).to(dtype))
 
 
+LIMIT, LEAST = 28.0, 2.0**-10
+
+
+def heads_of_many_sizes(shape: tuple[int, int, int]) -> torch.Tensor:
+    """Return [T, 3, N, H], in which values of head n are about 30^n times as large as those of head
+    0. The last head is zero for one of the three tensors and contains NaN for another."""
+    tokens, heads, width = shape
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(tokens, 3, heads, width, generator=generator)
+    x *= 30.0 ** torch.arange(heads)[:, None]
+    x[:, 1, -1] = 0
+    x[tokens // 2, 2, -1, -1] = torch.nan
+    return x
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [*SHAPES, (1200, 3, 128)])
+def test_scales_are_the_least_powers_of_two(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: str
+) -> None:
+    """The largest value of each head lies between half the limit and the limit, after division by
+    its scale. A NaN is not lost."""
+    x = heads_of_many_sizes(shape).to(device, dtype)
+    found = torch.zeros(2, shape[1], device=device)
+    fit_scales((x[:, 0], x[:, 1]), LIMIT, LEAST, found)
+    largest = x[:, :2].abs().amax(dim=(0, 3)).double().clamp_min(LEAST) / found.double()
+    assert ((largest > LIMIT / 2) & (largest <= LIMIT)).all()
+    assert (found.frexp().mantissa == 0.5).all()
+    fit_scales((x[:, 2],), LIMIT, LEAST, found[:1])
+    assert found[0, -1].isnan() and found[0, :-1].isfinite().all()
+
+
+def test_a_head_that_reaches_the_limit_keeps_its_scale() -> None:
+    """The scale doubles as soon as the largest value exceeds the limit, even by the last bit."""
+    for scale in (2.0**-9, 1.0, 2.0**5):
+        at_limit = torch.tensor([LIMIT * scale])
+        above = torch.nextafter(at_limit, torch.tensor([torch.inf]))
+        found = [plain_scales(x.view(1, 1, 1), LIMIT, LEAST).item() for x in (at_limit, above)]
+        assert found == [scale, 2 * scale]
+
+
 def _interpreted(rank: int) -> None:
     from vllm_omni.model_executor.layers.quantization import fp8_triton
 
+    for shape in [(7, 3, 16), (600, 2, 24)]:
+        x = heads_of_many_sizes(shape)
+        scales = torch.zeros(2, shape[1])
+        for second in (1, 2):
+            fp8_triton.fit_scales((x[:, 0], x[:, second]), LIMIT, LEAST, scales)
+            wanted = [plain_scales(x[:, kind], LIMIT, LEAST) for kind in (0, second)]
+            assert torch.equal(scales.view(torch.int32), torch.stack(wanted).view(torch.int32))
     generator = torch.Generator().manual_seed(0)
     for tokens, heads, width in [(7, 3, 16), (9, 2, 24)]:
         buffer = (100 * torch.randn(2, tokens + 4, heads, width, generator=generator)).to(FP8)[

@@ -30,6 +30,7 @@ from vllm_omni.model_executor.layers.quantization.fp8_kernels import (
     FP8,
     LARGEST,
     dequantize,
+    fit_scales,
     plain_quantize,
     quantize,
 )
@@ -198,11 +199,7 @@ class ScaledFP8(KVFormat):
         return self.scales.nbytes
 
     def fit_scales(self, layer: int, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
-        for kind, x_TNH in enumerate((k_TNH, v_TNH)):
-            largest_N = x_TNH.abs().amax(dim=(0, 2)).float().clamp_min(_TINIEST)
-            self.scales[layer, kind] = torch.exp2(
-                torch.ceil(torch.log2(largest_N * (_HEADROOM / LARGEST)))
-            )
+        fit_scales((k_TNH, v_TNH), LARGEST / _HEADROOM, _TINIEST, self.scales[layer])
 
     def encode(self, layer: int, kind: int, x_TNH: torch.Tensor) -> torch.Tensor:
         return plain_quantize(x_TNH, self.scales[layer, kind])

@@ -21,6 +21,8 @@ from vllm_omni.model_executor.layers.fast_path import FastPath, lacks_capability
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
+MANTISSA = (1 << 23) - 1
+"""Bits of the mantissa of an fp32 value."""
 
 
 @cache
@@ -130,3 +132,35 @@ def quantize(
 
 def plain_quantize(x_TNH: torch.Tensor, scale_N: torch.Tensor) -> torch.Tensor:
     return (x_TNH / scale_N.unsqueeze(-1).to(x_TNH.dtype)).clamp_(-LARGEST, LARGEST).to(FP8)
+
+
+def fit_scales(
+    parts: tuple[torch.Tensor, ...], limit: float, least: float, scales_KN: torch.Tensor
+) -> None:
+    """Set the scale of each head to the smallest power of two that brings the head's largest
+    absolute value to at most `limit`.
+
+    Args:
+        parts: One or two tensors [T, N, H].
+        limit: Upper bound for the scaled values.
+        least: Lower bound for the largest absolute value of a head, which keeps the scale above
+            zero if all values are zero.
+        scales_KN: fp32 tensor that receives the scales, with K = len(parts). NaN for a head that
+            contains NaN.
+    """
+    if (kernels := _kernels(scales_KN.device)) is not None:
+        kernels.fit_scales(parts, limit, least, scales_KN)
+        return
+    for x_TNH, scale_N in zip(parts, scales_KN, strict=True):
+        scale_N.copy_(plain_scales(x_TNH, limit, least))
+
+
+def plain_scales(x_TNH: torch.Tensor, limit: float, least: float) -> torch.Tensor:
+    """Return the scales of one tensor; see `fit_scales`.
+
+    Adding a mantissa of ones carries into the exponent unless the value is a power of two. This
+    rounds up to a power of two exactly, which `log2` does not guarantee.
+    """
+    scale_N = x_TNH.abs().amax(dim=(0, 2)).float().clamp_min(least) / limit
+    bits_N = (scale_N.view(torch.int32) + MANTISSA) & ~MANTISSA
+    return torch.where(scale_N.isnan(), scale_N, bits_N.view(torch.float32))

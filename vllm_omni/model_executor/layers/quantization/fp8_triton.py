@@ -13,6 +13,14 @@ import torch
 from vllm_omni.model_executor.layers.triton_or_names import tl, triton
 
 _LARGEST = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
+_MANTISSA = tl.constexpr((1 << 23) - 1)
+_MAGNITUDE = tl.constexpr((1 << 31) - 1)
+_INFINITY = tl.constexpr(0x7F800000)
+"""Bits of an fp32 infinity. The bits of NaN, without the sign, are larger."""
+_SPLITS = 16
+"""Number of programs that share the tokens of a head in `fit_scales`. Without splitting, there
+would be fewer programs than a GPU has multiprocessors.
+"""
 ROWS = 32
 """Number of (token, head) pairs per program: 4096 elements if heads are 128 wide, and 16 bytes per
 load and thread."""
@@ -102,6 +110,60 @@ def _quantize_kernel(
     tl.store(out + target[:, None] + column[None, :], x.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _largest_kernel(
+    first,
+    second,
+    out,
+    tokens,
+    first_token,
+    first_head,
+    second_token,
+    second_head,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    B: tl.constexpr,
+):
+    """Write the largest magnitude of a head in one of `_SPLITS` parts of the tokens, as bits.
+
+    Without their signs, the bits of fp32 values are ordered like the values. NaN is larger than all
+    numbers.
+    """
+    head, split, kind = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    splits = tl.num_programs(1)
+    column = tl.arange(0, B)
+    largest = tl.zeros((R, B), tl.int32)
+    for start in range(split * R, tokens, splits * R):
+        token = (start + tl.arange(0, R)).to(tl.int64)
+        inside = (token < tokens)[:, None] & (column < H)[None, :]
+        if kind == 0:
+            x = tl.load(
+                first + (token * first_token + head * first_head)[:, None] + column[None, :],
+                mask=inside,
+                other=0.0,
+            )
+        else:
+            x = tl.load(
+                second + (token * second_token + head * second_head)[:, None] + column[None, :],
+                mask=inside,
+                other=0.0,
+            )
+        largest = tl.maximum(largest, x.to(tl.float32).to(tl.int32, bitcast=True) & _MAGNITUDE)
+    tl.store(out + (kind * N + head) * splits + split, tl.max(tl.max(largest, axis=1), axis=0))
+
+
+@triton.jit
+def _scale_kernel(largest, scales, limit, least, SPLITS: tl.constexpr):
+    """Write the scale of one head, given the largest magnitudes of the parts of its tokens."""
+    number = tl.program_id(0)
+    bits = tl.max(tl.load(largest + number * SPLITS + tl.arange(0, SPLITS)), axis=0)
+    scale = tl.div_rn(tl.maximum(bits.to(tl.float32, bitcast=True), least), limit)
+    rounded = (scale.to(tl.int32, bitcast=True) + _MANTISSA) & ~_MANTISSA
+    bits = tl.where(bits > _INFINITY, bits, rounded)
+    tl.store(scales + number, bits.to(tl.float32, bitcast=True))
+
+
 def dequantize(
     stored_KSNH: torch.Tensor,
     scales_KN: torch.Tensor,
@@ -166,3 +228,27 @@ def quantize(
         R=ROWS,
         B=triton.next_power_of_2(width),
     )
+
+
+def fit_scales(
+    parts: tuple[torch.Tensor, ...], limit: float, least: float, scales_KN: torch.Tensor
+) -> None:
+    """See `fp8_kernels.fit_scales`."""
+    kinds, heads = scales_KN.shape
+    tokens, _, width = parts[0].shape
+    assert kinds == len(parts) <= 2 and scales_KN.is_contiguous()
+    first, second = (x if x.stride(-1) == 1 else x.contiguous() for x in (parts[0], parts[-1]))
+    largest = torch.empty(kinds, heads, _SPLITS, dtype=torch.int32, device=scales_KN.device)
+    _largest_kernel[(heads, _SPLITS, kinds)](
+        first,
+        second,
+        largest,
+        tokens,
+        *first.stride()[:2],
+        *second.stride()[:2],
+        N=heads,
+        H=width,
+        R=ROWS,
+        B=triton.next_power_of_2(width),
+    )
+    _scale_kernel[(kinds * heads,)](largest, scales_KN, limit, least, SPLITS=_SPLITS)
