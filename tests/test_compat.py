@@ -94,7 +94,7 @@ def test_profiler_arguments_arrive_or_are_refused() -> None:
     ("given", "retained"),
     [(None, None), ([0], [0]), ([1], None), ([0, 1], [0, 1]), ([7, 8], None), ([], None)],
 )
-def test_a_rank_without_a_memory_node_separate_shares_those_there_are(
+def test_ranks_without_their_own_memory_node_share_the_existing_ones(
     given: list[int] | None, retained: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank without its own memory node uses the memory nodes that exist.
@@ -125,7 +125,7 @@ def test_a_wrapped_output_hands_on_the_connectors_part() -> None:
     assert wrapped.get_kv_connector_output() is part
 
 
-def test_versions_are_requested_for_nowhere_else() -> None:
+def test_versions_are_checked_nowhere_else() -> None:
     """Only `vllm_omni.compat` compares vLLM's version or checks whether a module of vLLM exists."""
     asking = {}
     for path in (REPO / "vllm_omni").rglob("*.py"):

@@ -113,7 +113,7 @@ def test_the_precision_reaches_the_engine_unless_the_user_sets_it(
     assert config.cache_config.cache_dtype == "fp8"
     assert lines == [
         "preset small: decoder tiny, text_encoder_device cpu, --quantization fp8, "
-        "--kv-cache-dtype fp8; speed of record: not measured; quality of record: not measured"
+        "--kv-cache-dtype fp8; speed: not measured; quality: not measured"
     ]
     own = {"dtype": "bfloat16", "quantization": "fp8_per_block", "kv_cache_dtype": "fp8_e4m3"}
     config = configure(lingbot_world, small, **own)

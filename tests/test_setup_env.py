@@ -59,7 +59,7 @@ def test_then_the_index_of_cpu_builds_which_later_packages_use_too(setup_env: Mo
     assert pip.calls[1][-1] == "torch==2.13.0+cpu"
 
 
-def test_no_cuda_build_is_ever_requested_for(setup_env: ModuleType) -> None:
+def test_no_cuda_build_is_ever_requested(setup_env: ModuleType) -> None:
     """A CUDA build is never installed. If no CPU build is found, setup stops, and the error names
     the variable to set.
     """
@@ -165,7 +165,7 @@ def test_missing_python_is_explained_by_make(tmp_path: Path) -> None:
     assert "make PYTHON=python3.12 setup" in result.stderr
 
 
-def test_a_other_package_of_this_name_stops_set_up(setup_env: ModuleType, tmp_path: Path) -> None:
+def test_another_package_with_this_name_stops_setup(setup_env: ModuleType, tmp_path: Path) -> None:
     """Setup stops before it installs anything if the other project's package is installed in the
     environment's Python.
     """

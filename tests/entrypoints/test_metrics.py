@@ -111,7 +111,7 @@ def test_stages_come_from_the_workers_timings(endpoint: str, value: Callable[...
     assert seconds == pytest.approx({"encode": 0.01, "denoise": 0.2, "decode": 0.04, "queue": 0.04})
 
 
-def test_a_closed_session_is_one_line(endpoint: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_session_logs_two_lines(endpoint: str, caplog: pytest.LogCaptureFixture) -> None:
     """Over its lifetime, a session logs two lines of `key=value` pairs, one of them when it
     closes.
     """

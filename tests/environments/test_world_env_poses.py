@@ -68,7 +68,7 @@ def action(env: WorldVectorEnv, *held: str) -> dict[str, np.ndarray]:
     }
 
 
-def test_environments_start_where_they_are_notified(env: WorldVectorEnv) -> None:
+def test_environments_start_at_the_given_poses(env: WorldVectorEnv) -> None:
     """Environments start at the given pose: either one pose for all environments, or one pose for
     each.
 

@@ -36,7 +36,7 @@ def test_a_clip_is_read_as_frames(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_image_is_generated_and_read(tmp_path: Path) -> None:
+def test_an_image_is_generated_and_read(tmp_path: Path) -> None:
     """An image is generated and then described. The test runs the script twice on the tiny
     checkpoint, as a user would.
     """

@@ -95,7 +95,7 @@ def test_a_session_is_copied_while_it_plays(
     here.rpc("end_copy", (str(path),))
 
 
-def test_what_a_chunk_tears_is_mended_by_the_next_version(pair: Any, tmp_path: Path) -> None:
+def test_a_tensor_changed_while_it_is_copied_is_sent_again(pair: Any, tmp_path: Path) -> None:
     """If a chunk runs while a version is written, that version is incomplete, and a later version
     completes it.
 

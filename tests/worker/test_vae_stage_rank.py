@@ -345,7 +345,7 @@ def test_an_error_in_a_shared_decode_of_the_vae_stage_is_raised(pair: Pair) -> N
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_several_ranks_send_the_same_note(pair: Pair, ranks: int) -> None:
+def test_several_ranks_send_a_failure_only_after_agreeing_on_it(pair: Pair, ranks: int) -> None:
     """If there are several ranks, a failure that one of them detects early is sent only after all
     of them have agreed on it.
     """

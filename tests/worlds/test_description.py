@@ -139,7 +139,9 @@ def test_clients_are_notified_what_concerns_them(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_nonsense_is_refused(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
+def test_invalid_descriptions_are_rejected(
+    tmp_path: Path, changes: dict[str, Any], complaint: str
+) -> None:
     """An invalid description is refused with a one-line error that contains the invalid value.
     Files outside the checkpoint directory are refused too.
     """

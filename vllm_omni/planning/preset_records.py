@@ -84,6 +84,6 @@ def preset_line(
         speed = speed_of_record(model, preset.name)
     replaced = f"; without {', '.join(preset.replaced)}, set otherwise" if preset.replaced else ""
     return (
-        f"preset {preset.name}: {preset.described}{replaced}; speed of record: {speed}; quality of "
-        f"record: {quality_of_record(family.name, preset.name)}"
+        f"preset {preset.name}: {preset.described}{replaced}; speed: {speed}; "
+        f"quality: {quality_of_record(family.name, preset.name)}"
     )

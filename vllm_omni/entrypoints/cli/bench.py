@@ -48,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
             "Without a name, list the benchmarks. With a name, run that benchmark with the "
             "arguments "
             "that follow; its own arguments are shown by `vllm-omni bench NAME --help`. `compare` "
-            "prints every number of two results side by side. `--check` repeats results of record "
+            "prints every number of two results side by side. `--check` repeats recorded results "
             "on this machine, which takes minutes, and says how they compare; the status is 1 if "
             "one of the same hardware is slower than its range."
         ),
@@ -71,7 +71,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="repeat results of record that fit this machine, or those named",
+        help="repeat recorded results that fit this machine, or those named",
     )
     parser.add_argument("name", nargs="?", help="a benchmark, or `compare`; none: list them")
     parser.add_argument(

@@ -58,7 +58,7 @@ def run(folder: Path, names: Sequence[str], as_json: bool) -> int:
             f"no row {error} can be repeated on this machine; rows with a check: {', '.join(known)}"
         ) from error
     if not rows:
-        raise CommandError("no result of record fits this machine")
+        raise CommandError("no recorded result fits this machine")
     title = machine.gpu or f"{machine.cores} cores of {machine.cpu}"
     print(f"this machine: {title}; rows: {len(rows)}", file=sys.stderr)
     compared, failed = [], []

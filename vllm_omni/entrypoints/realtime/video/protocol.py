@@ -196,20 +196,20 @@ def max_start_bytes(limits: EndpointLimits) -> int:
     return limits.max_image_bytes * 4 // 3 + MIB // 4
 
 
-def decode(text: str, max_bytes: int, name: str) -> dict[str, Any]:
+def decode(text: str, max_length: int, name: str) -> dict[str, Any]:
     """Decode one message, which must be a JSON object.
 
     Args:
         text: The message.
-        max_bytes: Maximum number of characters.
+        max_length: Maximum number of characters.
         name: Name of the expected message, for error messages.
 
     Raises:
         EndpointError: The message is invalid.
     """
-    if len(text) > max_bytes:
+    if len(text) > max_length:
         raise EndpointError(
-            "invalid_request", f"{name} too large: {len(text)} characters, at most {max_bytes}"
+            "invalid_request", f"{name} too large: {len(text)} characters, at most {max_length}"
         )
     if has_too_many_values(text):
         raise EndpointError("invalid_json", f"more than {MAX_JSON_VALUES} values in {name}")
