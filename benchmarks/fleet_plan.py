@@ -69,10 +69,10 @@ MODELS = (
     ),
     Model(
         "LingBot World 18.5B, preset `realtime`",
-        0.499,
+        0.493,
         2,
         11_192_977_920,
-        "2026-11-29_lingbot_world_realtime.json",
+        "2026-11-30_lingbot_world_realtime.json",
     ),
 )
 
