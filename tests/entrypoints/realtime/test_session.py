@@ -292,3 +292,24 @@ def test_the_ids_of_sessions_contain_the_name_of_the_server() -> None:
     assert len(plain) == 22 and "." not in plain
     assert named.startswith("rack-7.") and len(named) == len("rack-7.") + 22
     assert msgspec.convert(named, SessionId) == named
+
+
+def test_a_cancelled_branch_leaves_no_copy_in_the_engine() -> None:
+    """A client disconnects while its session is being copied. The engine finishes the copy, which
+    belongs to no session, so the copy is closed.
+    """
+
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        await ended(session.submit(job(FIRST, "first", image=True)))
+        engine.close_delay_s = 0.05
+        branching = asyncio.create_task(manager.branch(session, ("me", "copy")))
+        await until(lambda: engine.calls[-1].params.op == "fork")
+        branching.cancel()
+        await asyncio.wait([branching])
+        assert branching.cancelled() and manager.find(("me", "copy")) is None
+        await until(lambda: engine.calls[-1].params.op == "close")
+        await manager.wait_for_closed_sessions()
+        assert list(engine.worlds) == [session.engine_id]
+        assert await ended(session.submit(job(LATER, "second"))) is None
+
+    scenario(test)

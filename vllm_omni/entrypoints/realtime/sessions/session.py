@@ -706,7 +706,11 @@ class Session:
                     raise EndpointError(
                         "missing_image", "the session has not started, so it cannot be branched"
                     )
-                await self._manager.engine.fork_session(self.engine_id, new.engine_id)
+                try:
+                    await self._manager.engine.fork_session(self.engine_id, new.engine_id)
+                except asyncio.CancelledError:
+                    new.free_engine_state()  # the engine may have created the copy
+                    raise
                 new.started, new.in_step = True, self.in_step
                 new.next_chunk, new.next_frame = self.next_chunk, self.next_frame
                 new.height, new.width, new.prompt, new.seed = (
