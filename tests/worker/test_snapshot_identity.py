@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.snapshot_steps import Worker, text_chunk
 
+from vllm_omni.model_executor.dtypes import KV_CACHE_DTYPES
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.session_files.snapshot import ModelIdentity, ParallelLayout
 from vllm_omni.worker.diffusion.sessions.snapshots import model_identity, weights_digest
@@ -79,6 +80,17 @@ def test_the_digest_covers_options_caches_and_stages() -> None:
         '"stages": {"pipeline": "temporal", "pipeline_partition": [3, 1], "vae_stage": true}}'
     )
     assert model_identity(config, True, (3, 1)) == identity(text, sequence=True, decode=True)
+
+
+def test_both_names_of_e4m3_are_one_storage_format() -> None:
+    """`--kv-cache-dtype fp8_e4m3` and `fp8` store the same values, so sessions move between servers
+    with either flag.
+    """
+    same = [
+        model_identity(vllm_config(None, cache_dtype=name), False, ()) for name in KV_CACHE_DTYPES
+    ]
+    auto, fp8, fp8_e4m3 = same
+    assert auto != fp8 == fp8_e4m3
 
 
 def test_a_snapshot_records_the_current_partition(

@@ -23,6 +23,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_world_group
 
 from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.dtypes import kv_cache_dtype
 from vllm_omni.model_executor.layers.lora.store import named
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.session_files.snapshot import (
@@ -323,8 +324,8 @@ def model_identity(
         "options": options,
         "dtype": str(vllm_config.model_config.dtype),
     }
-    if vllm_config.cache_config.cache_dtype != "auto":
-        described["kv_cache_dtype"] = vllm_config.cache_config.cache_dtype
+    if kv_cache_dtype(vllm_config.cache_config.cache_dtype) is not None:
+        described["kv_cache_dtype"] = "fp8"  # the only other format; `fp8_e4m3` is the same one
     stages = {name: omni[name] for name in ("vae_stage", "pipeline") if omni.get(name)}
     if partition:
         stages["pipeline_partition"] = list(partition)
