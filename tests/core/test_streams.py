@@ -230,6 +230,21 @@ def test_a_stream_is_removed_with_its_last_operation() -> None:
     assert not streams._streams and not streams._entries and not streams._patient
 
 
+def test_a_fork_does_not_end_the_stream_of_its_source() -> None:
+    """After a fork, the source continues with the steps, size and rate that are known of it, and
+    its next chunk does not count as the start of a new stream.
+    """
+    streams = ScheduledStreams(10.0)
+    streams.add_request("s0", fields("s", period_s=0.1), 0.0)
+    finish(streams, "s0", num_steps=5, size=9)
+    fork = RequestFields.read_extra_kwargs("fork", {"omni": {"session_id": "s", "op": "fork"}})
+    streams.add_request("fork", fork, 0.0)
+    streams.finish_request("fork", 0.0)
+    assert streams.refusal(fields("s", math.inf, period_s=0.1), 0.0, COSTS) is None
+    streams.add_request("s1", fields("s", 1), 0.0)
+    assert (only(streams, "s1").steps_left, only(streams, "s1").size) == (5, 9.0)
+
+
 def test_the_least_recently_used_stream_is_evicted() -> None:
     """At the limit, a new stream replaces the least recently used stream that has no waiting
     request.

@@ -49,6 +49,8 @@ class RequestFields:
     """Seconds from the request's arrival to its deadline; None if it has no deadline."""
     period_s: float | None = None
     """Seconds between two consecutive chunks of the stream; None if unknown."""
+    is_fork: bool = False
+    """Whether the request copies its session, which then continues."""
 
     @classmethod
     def read_extra_kwargs(
@@ -70,6 +72,7 @@ class RequestFields:
             fields.get("op", "generate") == "generate",
             _seconds(fields.get("deadline_s")),
             _seconds(fields.get("chunk_period_s")),
+            fields.get("op") == "fork",
         )
 
 
@@ -227,7 +230,7 @@ class ScheduledStreams:
         if not stream.waiting:
             del self._active[session_id]
         self._choose_next(stream)
-        if not entry.fields.is_chunk and not stream.waiting:
+        if not entry.fields.is_chunk and not entry.fields.is_fork and not stream.waiting:
             # The session was reset or closed, so its next request creates a new stream.
             self._streams.pop(session_id, None)
 
