@@ -30,7 +30,7 @@ def test_entries_become_rows_and_missing_ones_are_idle() -> None:
     assert rows.held(SPACE) == [("w",), ("w", "s"), ()]
 
 
-def test_dense_arrays_say_the_same() -> None:
+def test_dense_arrays_are_equivalent_to_typed_frames() -> None:
     """The columns of a dense array are the buttons and axes of the action space, in the same
     order.
     """

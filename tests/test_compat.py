@@ -40,15 +40,15 @@ NO_DIFFERENCE_OF_VERSIONS = {
         ("dev", False),
     ],
 )
-def test_two_minors_are_supported(version: str, supported: bool) -> None:
+def test_two_minor_versions_of_vllm_are_supported(version: str, supported: bool) -> None:
     assert compat.is_supported(version) == supported
 
 
-def test_the_installed_version_is_one_of_them() -> None:
+def test_the_installed_version_of_vllm_is_supported() -> None:
     assert compat.is_supported(vllm.__version__)
 
 
-def test_the_project_file_says_the_same() -> None:
+def test_the_project_file_allows_the_supported_versions() -> None:
     """The CUDA extra in pyproject.toml allows exactly the supported vLLM versions, and the CPU
     extra pins a version in this range.
     """
@@ -108,7 +108,7 @@ def test_ranks_without_their_own_memory_node_share_the_existing_ones(
     assert parallel_config.assigned_physical_gpu_ids == retained
 
 
-def test_a_wrapped_output_hands_on_the_connectors_part() -> None:
+def test_a_wrapped_output_returns_the_output_of_the_kv_connector() -> None:
     """The wrapper around a model output returns the K/V connector's output, which vLLM reads if
     fetching the model output fails.
     """

@@ -139,12 +139,12 @@ def test_every_argument_that_is_refused_is_tried_here() -> None:
 # --------------------------------------------------------------------
 
 
-def test_a_plain_start_has_requested_for_nothing(at_the_hook: Any) -> None:
+def test_values_that_vllm_sets_itself_do_not_count_as_requested(at_the_hook: Any) -> None:
     """Values that vLLM sets for the platform or the model do not count as requested by the user."""
     assert requested_in_config(at_the_hook(), REFUSED) == {}
 
 
-def test_vllms_own_defaults_given_by_hand_are_no_wish(at_the_hook: Any) -> None:
+def test_defaults_passed_explicitly_do_not_count_as_requested(at_the_hook: Any) -> None:
     """vLLM's defaults do not count as requested by the user, even if all of them are passed
     explicitly.
     """
@@ -323,7 +323,7 @@ def test_values_that_are_honoured_are_not_refused(null_world: Path) -> None:
     assert config.load_config.load_format == "safetensors"
 
 
-def test_an_argument_given_on_the_command_line_is_one_that_differs() -> None:
+def test_only_arguments_that_differ_from_their_defaults_count_as_requested() -> None:
     """The parser's namespace contains a value for every argument, but only arguments that differ
     from their defaults are reported.
     """
@@ -359,7 +359,9 @@ def test_the_page_is_what_the_table_says(script: ModuleType) -> None:
         ({"model": {"cuda_graphs": True}}, "CUDA graphs cannot prefetch weights"),
     ],
 )
-def test_layers_in_host_memory_stay_where_they_are(omni: dict[str, Any], line: str) -> None:
+def test_cpu_offload_is_refused_with_movable_layers_or_cuda_graphs(
+    omni: dict[str, Any], line: str
+) -> None:
     parsed = OmniConfig.from_additional_config({"omni": omni})
     check_offload(0.0, parsed)
     with pytest.raises(ValueError, match=f"--cpu-offload-gb: .*{line}"):

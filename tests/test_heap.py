@@ -71,7 +71,7 @@ def test_cycles_do_not_pile_up_in_a_server_that_vllm_froze() -> None:
 
 
 @pytest.mark.usefixtures("thresholds")
-def test_without_it_they_would() -> None:
+def test_cycles_pile_up_with_vllms_own_lifespan_handler() -> None:
     """With vLLM's own lifespan handler, cyclic objects are not freed.
 
     If this test fails, vLLM or CPython has changed: remove `collect_after_freeze`.
@@ -101,7 +101,7 @@ def test_holes_of_the_heap_go_back_to_the_system() -> None:
     assert len(retained) == 60
 
 
-def test_not_at_each_session() -> None:
+def test_the_heap_is_trimmed_at_most_once_per_interval() -> None:
     seconds = itertools.count(0, 4)
     calls: list[int] = []
 

@@ -150,7 +150,7 @@ def test_rows_arrive_bit_for_bit(dtype: torch.dtype, layers: tuple[int, ...]) ->
     ("num_rows", "num_tokens", "counts"),
     [(40, 1, [40]), (3, 3, [1, 1, 1]), (5, 3, [3, 1, 1]), (1, 3, [0, 0, 1])],
 )
-def test_rows_are_dealt_to_the_tokens_they_came_with(
+def test_rows_are_assigned_to_the_tokens_they_came_with(
     num_rows: int, num_tokens: int, counts: list[int]
 ) -> None:
     """The hidden states of an output are assigned to its tokens from the end, one per token; the
@@ -219,7 +219,7 @@ def test_consecutive_deltas_join() -> None:
     assert concat([None]) is None
 
 
-def test_of_a_last_row_only_the_newest_counts() -> None:
+def test_mode_last_returns_only_the_newest_row() -> None:
     """In mode `last` with stop strings, the engine sends the last hidden state of each step, and
     the client receives only the newest one.
     """

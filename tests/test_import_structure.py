@@ -84,7 +84,7 @@ def arrows(importers: str, imported: str) -> set[tuple[str, str]]:
     }
 
 
-def test_there_is_no_circle() -> None:
+def test_there_are_no_circular_imports() -> None:
     assert len(graph()) > 300
     assert circle(graph()) == []
 
@@ -92,12 +92,12 @@ def test_there_is_no_circle() -> None:
 @pytest.mark.parametrize(
     "package", ["worker", "core", "entrypoints", "planning", "composition", "session_files"]
 )
-def test_what_serves_models_imports_none(package: str) -> None:
+def test_serving_code_imports_no_model_directly(package: str) -> None:
     """The serving code imports no model directly, because it uses the families in the registry."""
     assert arrows(package, NAMED_MODEL) == set()
 
 
-def test_one_package_outside_models_imports_one() -> None:
+def test_outside_the_models_only_the_executor_imports_a_model() -> None:
     """Outside the models' own folders, only the executor that runs without workers imports a model
     family, namely that of diffusers pipelines.
     """
@@ -106,27 +106,27 @@ def test_one_package_outside_models_imports_one() -> None:
     assert {model.split(".")[3] for _, model in crossing} == {"diffusers_pipeline"}
 
 
-def test_parts_that_models_share_import_none_but_wan() -> None:
+def test_modules_that_models_share_import_no_model_but_wan() -> None:
     """Modules that models share import no model except `wan`, which several models share."""
     shared = r"model_executor\.(?!models\b)|model_executor\.models\.(registry|capabilities|wan)"
     assert arrows(shared, NAMED_MODEL.replace(r"\w+", r"(?!wan\b)\w+", 1)) == set()
 
 
-def test_the_executor_without_workers_imports_none_of_them() -> None:
+def test_the_executor_without_workers_imports_no_worker_module() -> None:
     """The executor that runs without workers imports no worker module, because code that both need
     is in lower-level modules.
     """
     assert arrows("executor", "worker") == set()
 
 
-def test_models_import_nothing_that_moves_sessions() -> None:
+def test_models_do_not_import_the_module_for_snapshot_files() -> None:
     """Of the snapshot code, models import only `saved_tensors`, which describes the saved state,
     and not the module that reads and writes snapshot files.
     """
     assert arrows("model_executor", "session_files") == set()
 
 
-def test_what_serves_imports_no_testing_models() -> None:
+def test_only_the_verify_command_imports_testing_code() -> None:
     """In the serving code, only the `verify` command imports `testing`."""
     assert {name for name, _ in arrows("(?!testing)", "testing")} == {
         "vllm_omni.entrypoints.cli.checkpoints.verify"
@@ -136,13 +136,13 @@ def test_what_serves_imports_no_testing_models() -> None:
 @pytest.mark.parametrize(
     "line", ["from p.b import x", "import p.b", "from p import b", "if 1:\n    from p import b"]
 )
-def test_a_circle_is_seen(line: str) -> None:
+def test_a_circular_import_is_detected(line: str) -> None:
     known = {"p", "p.a", "p.b"}
     named = {"p.a": imports(line, known), "p.b": imports("from p.a import y", known)}
     assert set(circle(named)) == {"p.a", "p.b"}
 
 
-def test_only_roles_move_a_chunk_on() -> None:
+def test_only_roles_advance_the_step_of_a_chunk() -> None:
     """Only roles assign `DiffusionRequest.step`, and models do not."""
     writes = re.compile(r"\b(?:request|chunk)\.step(?:, [\w.]+)* [+-]?= ")
     positions = {

@@ -40,7 +40,7 @@ def test_a_task_keeps_the_ids_it_started_with() -> None:
     assert asyncio.run(main()) == [{"request_id": "r"}, {"request_id": "r", "session_id": "s"}, {}]
 
 
-def test_ids_stand_at_the_end_of_a_text_records_first_line() -> None:
+def test_ids_are_appended_to_the_first_line_of_a_text_record() -> None:
     formatter = ContextFormatter(logging.Formatter("INFO %(message)s"))
     assert formatter.format(record("before")) == "INFO before"
     with log_context.bound(request_id="r", session_id="s"):
@@ -74,7 +74,7 @@ def test_text_of_clients_starts_no_line_and_moves_no_cursor(text: object) -> Non
     assert line.isprintable() and line.endswith(" of 3") and made.args == (text, 3)
 
 
-def test_lines_of_other_packages_may_be_several() -> None:
+def test_log_records_of_other_packages_may_have_several_lines() -> None:
     """A multi-line table that vLLM logs keeps its line breaks, but characters that move the cursor
     are escaped.
     """

@@ -82,7 +82,7 @@ def test_what_is_no_tensor_is_refused_by_name(data: dict[str, Any], message: str
         parse(**data)
 
 
-def test_both_ways_in_give_the_same_chunk(null_world: Path) -> None:
+def test_tensors_and_multi_modal_data_give_the_same_chunk(null_world: Path) -> None:
     """A real engine generates the same chunk from tensors and from `multi_modal_data`.
 
     The null world's latents depend on the poses, so different poses yield a different chunk.

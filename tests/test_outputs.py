@@ -248,7 +248,7 @@ def test_a_header_or_payload_may_fill_the_envelope_to_its_end() -> None:
     )
 
 
-def test_what_an_error_lacks_is_said_to_be_none() -> None:
+def test_a_missing_code_or_message_of_an_error_is_reported_as_none() -> None:
     with pytest.raises(RequestFailed) as failure:
         unpack(envelope_of({"meta": {"error": {}}, "tensors": []}))
     assert (failure.value.code, failure.value.message) == ("None", "None")

@@ -15,7 +15,7 @@ from vllm_omni import platforms
         ("1", "0.32.0+cpu", True),
     ],
 )
-def test_only_a_cpu_build_that_requests_gets_it(
+def test_only_a_cpu_build_with_the_variable_set_gets_the_platform(
     monkeypatch: pytest.MonkeyPatch, value: str | None, version: str, expected: bool
 ) -> None:
     if value is None:
@@ -26,7 +26,7 @@ def test_only_a_cpu_build_that_requests_gets_it(
     assert (platforms.platform() is not None) == expected
 
 
-def test_it_is_the_stock_platform_but_for_the_resources_name() -> None:
+def test_the_platform_differs_from_the_stock_one_only_in_its_resource_name() -> None:
     """The plug-in overrides only one attribute of the stock platform, the name of its Ray
     resource.
     """

@@ -65,7 +65,9 @@ def tree(
     server.wait()
 
 
-def test_they_know_each_other(tree: dict[str, list[int]]) -> None:
+def test_a_worker_reports_its_engine_core_and_a_core_does_not_report_the_server(
+    tree: dict[str, list[int]],
+) -> None:
     """A worker reports its engine core, and an engine core does not report the server."""
     server, core, worker = (tree[name][0] for name in ("server", "core", "worker"))
     assert tree == {"server": [server], "core": [core], "worker": [worker, core]}
@@ -90,7 +92,7 @@ def test_a_worker_ends_with_its_engine_core(tree: dict[str, list[int]]) -> None:
     assert psutil.Process(tree["server"][0]).status() != psutil.STATUS_ZOMBIE
 
 
-def test_a_process_that_no_one_started_watches_no_one() -> None:
+def test_a_process_that_no_server_started_watches_no_parent() -> None:
     """A process that was not started by a server watches no parent, so an engine in a user's
     process outlives its shell.
     """
@@ -98,7 +100,7 @@ def test_a_process_that_no_one_started_watches_no_one() -> None:
     assert engine_processes()["pids"] == [os.getpid()]
 
 
-def test_a_stopped_process_is_notified_from_a_sleeping_one() -> None:
+def test_a_stopped_process_is_distinguished_from_a_sleeping_one() -> None:
     """`is_stopped` returns true for a stopped process, and false for a sleeping process and for one
     that has ended.
     """

@@ -46,7 +46,9 @@ def test_pips_own_index_comes_first(setup_env: ModuleType) -> None:
     assert pip.calls == [["torch==2.13.0+cpu"]]
 
 
-def test_then_the_index_of_cpu_builds_which_later_packages_use_too(setup_env: ModuleType) -> None:
+def test_the_index_of_cpu_builds_comes_second_and_serves_later_packages_too(
+    setup_env: ModuleType,
+) -> None:
     """If pip's configured index has no CPU build, PyTorch's index of CPU builds is used.
 
     torchvision is then installed from the same index, as a build for the same torch.

@@ -85,7 +85,7 @@ def test_what_several_folders_import_is_in_helpers() -> None:
     assert other_package == set()
 
 
-def test_waits_are_in_one_unit() -> None:
+def test_tests_contain_no_bare_sleeps() -> None:
     """Tests contain no bare sleeps, which are too short on slow machines and longer than necessary
     on others.
 

@@ -151,7 +151,7 @@ def test_tensors_in_any_order_and_in_small_parts_are_staged_in_any_number_of_loa
         )
 
 
-def test_an_error_on_the_way_of_device_memory_is_raised(
+def test_an_error_in_a_transfer_of_device_memory_is_raised(
     descriptor: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error during a transfer of device memory is raised, even for the last of several writes

@@ -84,7 +84,7 @@ def test_the_first_level_that_is_in_time_is_chosen() -> None:
         finish(streams, name, num_steps=4, now_s=now_s)
 
 
-def test_a_degraded_chunk_counts_with_its_reduced_cost() -> None:
+def test_a_degraded_chunk_counts_at_its_reduced_cost() -> None:
     """A degraded chunk counts with its reduced cost when the level of another chunk is chosen.
 
     One chunk takes 0.2 s instead of 0.5 s, so the next one (0.5 s, due in 0.75 s) is not degraded.

@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     return serve_parser()
 
 
-def test_the_units_command_is_one_that_the_server_takes() -> None:
+def test_the_server_accepts_the_command_of_the_unit() -> None:
     binary, *rest = shlex.split(only("ExecStart"))
     assert Path(binary).name == "vllm"
     command = [
@@ -100,9 +100,7 @@ def test_the_units_command_is_one_that_the_server_takes() -> None:
     assert args.logging_config.formatter == "json"
 
 
-def test_the_unit_starts_a_server_again_after_what_operations_calls_a_death_and_after_nothing_else() -> (  # noqa: E501
-    None
-):
+def test_the_unit_restarts_a_server_that_failed_except_after_status_2_or_130() -> None:
     statuses = re.findall(r"^\| (\d+)", (REPO / "docs/how_to/operations.md").read_text(), re.M)
     assert only("Restart") == "on-failure"
     ignored = {only("RestartPreventExitStatus"), only("SuccessExitStatus")}
@@ -127,7 +125,7 @@ def test_the_unit_lets_the_server_finish() -> None:
     assert environment()["VLLM_OMNI_MEDIA_DIR"].startswith(state)
 
 
-def test_every_variable_is_one_that_someone_reads() -> None:
+def test_every_environment_variable_of_the_unit_is_used() -> None:
     from vllm import envs
 
     for name in environment():
@@ -139,7 +137,7 @@ def test_every_variable_is_one_that_someone_reads() -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
-def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     """`systemd-analyze verify` accepts the unit. The test replaces the command in the unit, because
     systemd checks that the program exists.
     """
@@ -267,6 +265,6 @@ def test_the_dashboards_panels_do_not_overlap_and_use_its_own_variables() -> Non
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
 
 
-def test_the_example_of_quotas_is_one_that_the_server_takes() -> None:
+def test_the_server_accepts_the_example_quotas() -> None:
     found = QuotaFile.read_file(DEPLOY / "quotas.toml")
     assert found.keys["studio"].sha256 == hashlib.sha256(b"change-me").hexdigest()

@@ -383,7 +383,7 @@ def test_malformed_requests_get_no_status_5xx(tmp_path: Path, request_bytes: byt
         assert not any("X-Evil" in each.headers for each in target.servers[0].seen)
 
 
-def test_a_body_in_two_lengths_is_one_request(tmp_path: Path) -> None:
+def test_a_body_with_content_length_and_chunked_encoding_is_one_request(tmp_path: Path) -> None:
     """If a request has both a `Content-Length` header and a chunked body, the chunked encoding
     takes precedence (RFC 9112, 6.3), and the connection is closed.
     """

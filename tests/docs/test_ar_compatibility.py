@@ -26,7 +26,7 @@ def test_the_table_is_what_the_outcomes_say(script: ModuleType) -> None:
     assert script.TABLE.read_text() == script.render(script.read())
 
 
-def test_outcomes_are_of_tests_that_exist(script: ModuleType) -> None:
+def test_every_outcome_belongs_to_an_existing_test(script: ModuleType) -> None:
     """Every recorded outcome belongs to an existing test, so an outcome must be deleted when its
     test is renamed or deleted.
     """

@@ -29,7 +29,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
     )
 
 
-def test_what_a_page_links_to_is_laid_out(tmp_path: Path) -> None:
+def test_links_of_the_laid_out_pages_lead_to_files(tmp_path: Path) -> None:
     script.lay_out(tmp_path)
     assert (tmp_path / "README.md").is_file() and len(list(tmp_path.rglob("*.md"))) == len(
         script.pages()
@@ -44,7 +44,7 @@ def test_what_a_page_links_to_is_laid_out(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*.svg")), "pictures come along"
 
 
-def test_the_film_is_one_that_its_script_writes(tmp_path: Path) -> None:
+def test_the_readme_animation_has_the_size_that_its_script_writes(tmp_path: Path) -> None:
     """The animation in the README has the size that `scripts/film.py` gives to a video of the
     shipped world.
 

@@ -77,7 +77,7 @@ def test_the_serving_page_names_every_option() -> None:
         ("reference/images_and_videos_api.md", "", [EndpointLimits, MediaLimits]),
     ],
 )
-def test_defaults_are_those_that_hold(
+def test_defaults_in_the_tables_equal_those_of_the_options(
     page: str, prefix: str, structs: list[type[msgspec.Struct]]
 ) -> None:
     """The numbers in the tables equal the defaults of the options."""

@@ -33,7 +33,7 @@ def recipe(title: str) -> list[str]:
     ]
 
 
-def test_every_recipe_is_held() -> None:
+def test_every_recipe_has_an_entry_in_last_added() -> None:
     """Every recipe has an entry in `LAST_ADDED`."""
     assert set(re.findall(r"^## (.*)$", CONTRIBUTING.read_text(), re.M)) == set(LAST_ADDED)
 

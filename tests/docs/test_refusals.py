@@ -201,7 +201,7 @@ HELD_BY = {
     ),
     "A pose that is not a rotation, poses in another number and poses together with keys": (
         "tests/model_executor/models/dreamx_world/test_dreamx_camera.py"
-        "::test_poses_that_are_none_are_refused"
+        "::test_invalid_poses_are_refused"
     ),
     "More sink frames than the first chunk has are refused": (
         "tests/model_executor/models/dreamx_world/test_dreamx_pipeline.py"
@@ -283,12 +283,12 @@ HELD_BY = {
     ),
     # wan2_2.md
     "It is refused with `omni.model.cuda_graphs`": (
-        "tests/test_engine_arguments.py::test_layers_in_host_memory_stay_where_they_are"
+        "tests/test_engine_arguments.py::test_cpu_offload_is_refused_with_movable_layers_or_cuda_graphs"
     ),
     # quantization.md
     "Where vLLM has no kernel for a format": (
         "tests/model_executor/test_checkpoint_quantization.py::"
-        "test_formats_without_a_cpu_kernel_are_refused_on_a_cpu_alone"
+        "test_formats_without_a_cpu_kernel_are_refused_only_on_a_cpu"
     ),
     "These are refused with one line: a method that is not in the table": (
         "tests/model_executor/test_quantized_weights.py::"
@@ -400,11 +400,11 @@ HELD_BY = {
     ),
     "live sessions; a further one is refused with `capacity`": (
         "tests/entrypoints/realtime/test_world_camera_sessions.py::"
-        "test_capacity_is_said_at_once_and_comes_back"
+        "test_a_full_server_refuses_at_once_and_accepts_again_after_a_disconnect"
     ),
     "Further sessions are refused with `capacity`": (
         "tests/entrypoints/realtime/test_world_camera_sessions.py::"
-        "test_capacity_is_said_at_once_and_comes_back"
+        "test_a_full_server_refuses_at_once_and_accepts_again_after_a_disconnect"
     ),
     "image calls and video jobs: `completed`, `failed`, `cancelled`, `refused`": (
         "tests/entrypoints/openai/test_openai_served.py"
@@ -498,7 +498,7 @@ HELD_BY = {
         "tests/model_executor/test_schedules.py::test_a_trajectory_needs_a_sampler_that_draws"
     ),
     "| image and video models | refused |": (
-        "tests/environments/test_env_served.py::test_weights_are_replaced_under_the_environments"
+        "tests/environments/test_env_served.py::test_replacing_weights_ends_the_episodes_of_environments"
     ),
     "(`--weight-transfer-config`) is refused": "tests/test_engine_arguments.py",
     "A step whose chunk exists is refused with `out_of_order`": (
@@ -564,7 +564,7 @@ def configure(model: Path, omni: dict[str, Any], arguments: dict[str, Any]) -> V
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(docs.REPO)))
-def test_every_sentence_about_a_refusal_is_held(path: Path) -> None:
+def test_every_sentence_about_a_refusal_has_an_entry(path: Path) -> None:
     """Every sentence about a refusal matches an entry in this file."""
     known = [*AT_START, *HELD_BY, "the same, refusing", "a snapshot taken with another split"]
     assert [
@@ -606,7 +606,9 @@ def test_what_a_page_calls_refused_is_refused(part: str, folder: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_close_to_it_and_works_is_not_refused(case: Case, folder: Path) -> None:
+def test_a_valid_configuration_similar_to_a_refused_one_is_accepted(
+    case: Case, folder: Path
+) -> None:
     """A valid configuration that is similar to a refused one is accepted, so the similar one is not
     refused for some other reason.
     """
@@ -616,7 +618,7 @@ def test_what_is_close_to_it_and_works_is_not_refused(case: Case, folder: Path) 
     assert omni.items() <= config.additional_config["omni"].items()
 
 
-def test_the_tests_that_hold_refusals_exist() -> None:
+def test_the_tests_named_in_the_entries_exist() -> None:
     """The tests named in the entries exist: both the file and the function."""
     gone = []
     for held in HELD_BY.values():

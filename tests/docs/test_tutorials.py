@@ -198,7 +198,7 @@ def moved(frame: np.ndarray, columns: int) -> np.ndarray:
     return longer[:, np.arange(160) + columns * 8 % 64].astype(np.float64)
 
 
-def test_the_page_is_all_run() -> None:
+def test_every_command_on_the_page_is_run() -> None:
     """The tests above run every command on the page."""
     assert [command[0] for command in commands(changed=False)] == ["vllm-omni", "vllm", "python"]
     assert [command[0] for command in commands(changed=True)] == ["vllm", "python"]

@@ -70,7 +70,7 @@ def alone(one_rank: SharedEngine) -> torch.Tensor:
     return one_rank.run(play(one_rank.client, "alone", HELD))
 
 
-def test_sessions_at_once_forks_and_resets_are_exact(
+def test_concurrent_sessions_forks_and_resets_are_exact(
     one_rank: SharedEngine, alone: torch.Tensor
 ) -> None:
     client = one_rank.client

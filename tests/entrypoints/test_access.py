@@ -390,7 +390,7 @@ def test_a_ticket_in_a_subprotocol_precedes_one_in_the_query(guarded: GuardedApp
 
 @pytest.mark.parametrize("bought", [ORIGIN, None])
 @pytest.mark.parametrize("shown", [ORIGIN, "https://elsewhere.example", None])
-def test_a_ticket_opens_from_its_origin_only(
+def test_a_ticket_opens_connections_from_its_origin_only(
     guarded: GuardedApp, bought: str | None, shown: str | None
 ) -> None:
     """A ticket opens a connection only from the origin that requested it. A page cannot use a

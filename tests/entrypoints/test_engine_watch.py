@@ -135,7 +135,7 @@ def test_a_dead_worker_is_reported_before_the_engine_core_ends(serving: Serving)
     assert reported_s < seconds(1.0)
 
 
-def test_a_stopped_engine_is_ended_after_its_time(serving: Serving) -> None:
+def test_a_stopped_engine_is_killed_after_the_time_limit(serving: Serving) -> None:
     """An engine stopped by SIGSTOP is treated as dead and killed after a time limit. An engine that
     continues within the limit is not affected.
     """

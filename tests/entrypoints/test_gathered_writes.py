@@ -125,7 +125,7 @@ def test_messages_of_a_group_arrive_one_by_one_and_in_order(
     assert writes == [[2, 6, 10, PIXELS.nbytes, 2, 5, 2, 0, 2, 3]]
 
 
-def test_compressed_connections_do_not_offer_it(writes: list[list[int]]) -> None:
+def test_compressed_connections_do_not_offer_grouped_writes(writes: list[list[int]]) -> None:
     """A compressed connection does not offer grouped writes, because only the library can write
     compressed frames.
     """

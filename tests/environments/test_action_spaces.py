@@ -24,7 +24,7 @@ GAME = ActionSpace(
 ONE_KEY = ActionSpace(buttons=(Button("n", "north"), Button("s", "south")), exclusive=True)
 
 
-def test_a_camera_world_s_keys_are_bits_by_name() -> None:
+def test_keys_of_a_camera_world_are_bits_by_name() -> None:
     space = gymnasium_space(ACTION_SPACE)
     assert isinstance(space, gymnasium.spaces.Dict) and set(space) == {"buttons", "axes"}
     assert space["buttons"] == gymnasium.spaces.MultiBinary(len(ACTION_SPACE.button_names))
@@ -56,7 +56,7 @@ def test_one_button_at_a_time_is_a_number(number: int, names: tuple[str, ...]) -
     assert action_frame(ONE_KEY, {"buttons": np.int64(number)}).buttons == names
 
 
-def test_all_of_a_model_s_buttons_may_be_held_at_once() -> None:
+def test_all_buttons_of_a_model_may_be_held_at_once() -> None:
     """A random action can hold all of a model's buttons at once. On average, it holds half of
     them.
     """

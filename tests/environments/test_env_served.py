@@ -35,7 +35,9 @@ def reload(server: Served, checkpoint: Path) -> None:
 
 
 @pytest.mark.engine
-def test_weights_are_replaced_under_the_environments(null_world: Path, tmp_path: Path) -> None:
+def test_replacing_weights_ends_the_episodes_of_environments(
+    null_world: Path, tmp_path: Path
+) -> None:
     """When weights are replaced, no episode continues with the K/V of the old weights.
 
     New episodes have frames generated with the new weights.

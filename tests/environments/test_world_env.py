@@ -72,7 +72,7 @@ def test_the_same_seeds_and_actions_give_the_same_bits(env: WorldVectorEnv) -> N
     assert not np.array_equal(env.step(keys(env, "s", "w", "wl"))[0][0], first[0])
 
 
-def test_a_fork_continues_as_its_source_and_then_its_own_way(env: WorldVectorEnv) -> None:
+def test_a_fork_continues_like_its_source_and_then_diverges(env: WorldVectorEnv) -> None:
     env.reset(seed=1)
     env.step(keys(env, "w", "", ""))
     env.fork(0, [1, 2])
@@ -133,7 +133,7 @@ def test_some_environments_start_anew(env: WorldVectorEnv) -> None:
     assert infos["seed"].tolist() == [1, 10, 3]
 
 
-def test_a_failed_chunk_costs_its_own_episode(env: WorldVectorEnv) -> None:
+def test_a_failed_chunk_ends_only_its_own_episode(env: WorldVectorEnv) -> None:
     env.reset(seed=1)
     lost = env._engine._sessions[1]
     env._engine._llm.sessions.pop(lost)

@@ -29,7 +29,7 @@ def test_psnr_is_that_of_the_error(clip: torch.Tensor) -> None:
     assert likeness.psnr(once, clip) == pytest.approx(torch.full((2,), 24.771), abs=1e-3)
 
 
-def test_ssim_is_the_known_one(clip: torch.Tensor) -> None:
+def test_ssim_equals_that_of_scikit_image(clip: torch.Tensor) -> None:
     """SSIM equals that of scikit-image with Gaussian windows, which also excludes the border.
 
     The tolerance of 1e-5 allows for fp32 sums.

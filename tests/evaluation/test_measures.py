@@ -66,7 +66,7 @@ def test_a_steady_fade_is_drift_and_no_flicker() -> None:
     assert found["flicker"] == pytest.approx(0, abs=1e-3)
 
 
-def test_drift_of_one_colour_counts_a_third() -> None:
+def test_colour_drift_is_the_root_mean_square_over_the_colours() -> None:
     """Colour drift is the root mean square over the three colours, here for a video in which only
     one colour changes, by 30.
     """
@@ -82,7 +82,7 @@ def test_likeness_of_frames_is_that_of_the_error() -> None:
     assert found["ssim"][0] == pytest.approx(1) and found["ssim"][1] < 0.99
 
 
-def test_a_return_is_told_from_standing_still_and_from_staying_away() -> None:
+def test_a_return_is_distinguished_from_standing_still_and_from_staying_away() -> None:
     here, there = picture(), picture()[:, ::-1]
     returned = view_return(video(here, there, here), away=1)
     assert returned["return_psnr"] == 100 and returned["return_gain"] > 80

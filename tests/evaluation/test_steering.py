@@ -79,7 +79,7 @@ def test_steps_enlarge_the_picture() -> None:
 
 
 @pytest.mark.parametrize("degrees", [3.0, 9.0])
-def test_another_turn_than_commanded_is_found(degrees: float) -> None:
+def test_a_turn_that_differs_from_the_command_is_detected(degrees: float) -> None:
     found = steering(film("left_and_back", turn=degrees), controls("left_and_back"))
     assert found["turn_ratio"] == pytest.approx(degrees / TURN, rel=0.04)
 

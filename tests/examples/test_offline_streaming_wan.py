@@ -39,7 +39,7 @@ def test_a_prompt_becomes_a_video_and_a_video_is_repainted(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--switch", "later"), ("--out", "stream.gif")])
-def test_what_it_cannot_do_is_said_before_the_model_is_loaded(
+def test_invalid_arguments_are_refused_before_the_model_is_loaded(
     flag: str, value: str, tmp_path: Path
 ) -> None:
     result = run_python(EXAMPLES / "streaming_wan.py", tmp_path, flag, value, limit_s=600)

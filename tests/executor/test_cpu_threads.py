@@ -21,7 +21,7 @@ def threads() -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def test_worker_threads_use_all_cores_and_their_owner_one(threads: int) -> None:
+def test_worker_threads_use_all_cores_and_the_owning_thread_uses_one(threads: int) -> None:
     owned = CpuThreads(torch.device("cpu"))
     seen: list[tuple[str, int]] = []
     workers = [WorkerThread[None](name, owned.set_threads) for name in ("a", "b")]

@@ -170,7 +170,7 @@ def test_a_description_without_quantized_tensors_is_refused(plain: Path) -> None
         ("llmcompressor_nvfp4", "NVFP4"),
     ],
 )
-def test_formats_without_a_cpu_kernel_are_refused_on_a_cpu_alone(name: str, reason: str) -> None:
+def test_formats_without_a_cpu_kernel_are_refused_only_on_a_cpu(name: str, reason: str) -> None:
     stored = described(QUANTIZED / name)
     with pytest.raises(
         ValueError,

@@ -81,7 +81,7 @@ def test_a_run_of_a_preset_has_its_settings(run: MeasuredRun) -> None:
     assert (run.precision == "bf16") == (preset.kv_cache_dtype is None)
 
 
-def test_the_qualities_of_record_agree_with_their_files() -> None:
+def test_the_recorded_qualities_agree_with_their_files() -> None:
     for row in all_qualities():
         result = json.loads((RESULTS / row.source).read_text())
         values = [value["starts"] for value in result["record"]["values"]]

@@ -95,7 +95,7 @@ def test_a_drafter_that_would_read_the_taps_is_refused(
         )
 
 
-def test_ngram_drafts_allow_layers(vllm_config: VllmConfig, model: Any) -> None:
+def test_layers_can_be_retained_with_ngram_drafts(vllm_config: VllmConfig, model: Any) -> None:
     taps = LayerTaps.install(
         with_layers(vllm_config, 1, method="ngram"), model, drafter_reads_layers=False
     )

@@ -98,7 +98,7 @@ def test_results_equal_those_of_full_windows(
     assert growing.bits("a") == full.bits("a")
 
 
-def test_a_session_counts_with_the_frames_that_it_has(
+def test_a_session_counts_with_the_memory_of_its_frames(
     make_worker: Callable[..., Worker],
 ) -> None:
     """A session counts with the memory that is allocated for its frames, both at its creation and
@@ -249,7 +249,7 @@ def test_ranks_use_the_shortest_of_their_windows(
 
 
 @pytest.mark.parametrize(("frames", "sink_frames"), [(6, 0), (7, 1), (9, 3), (12, 3)])
-def test_sink_frames_stay_as_far_as_there_is_room(
+def test_a_session_retains_as_many_sink_frames_as_fit(
     frames: int,
     sink_frames: int,
     make_worker: Callable[..., Worker],
@@ -288,12 +288,12 @@ def test_a_failed_chunk_leaves_the_session_as_it_was(
     assert worker.bits("a") == full.bits("a")
 
 
-def test_a_model_with_a_fixed_window_refuses_it_at_start() -> None:
+def test_a_model_with_a_fixed_window_refuses_kv_growth_at_start() -> None:
     with pytest.raises(ValueError, match=r"omni\.kv_growth true: .* windows of different lengths"):
         check_refusals("Causal Wan", Refusals(), OmniConfig(kv_growth=True), 1)
 
 
-def test_pipeline_stages_refuse_it_at_start() -> None:
+def test_pipeline_stages_refuse_kv_growth_at_start() -> None:
     """With pipeline stages, `omni.kv_growth` is refused at start, because the windows of the stages
     could differ in length.
     """

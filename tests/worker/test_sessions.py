@@ -300,7 +300,7 @@ def test_an_idle_session_makes_room_in_host_memory(
     assert store.suspended_nbytes == 0
 
 
-def test_host_memory_is_bounded_and_a_chunk_in_flight_protects(
+def test_host_memory_is_bounded_and_a_session_with_a_chunk_in_flight_is_not_moved(
     store: SessionStore, clock: Clock, moves: list[tuple[str, str]]
 ) -> None:
     """Of three idle sessions, two fit into host memory. A new session that does not fit is refused,

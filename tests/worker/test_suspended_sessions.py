@@ -158,7 +158,7 @@ def test_a_full_disk_refuses_what_does_not_fit(
     assert worker.runner.sessions.stats()["on_disk"] == 1
 
 
-def test_a_directory_must_allow_files(tmp_path: Path) -> None:
+def test_suspend_dir_must_be_a_directory_and_requires_suspend_idle_s(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"omni\.suspend_dir"):
         SuspendedFiles(tmp_path / "file", None)  # type: ignore[arg-type]

@@ -59,7 +59,7 @@ def test_a_directory_without_a_description_has_none(tmp_path: Path) -> None:
     assert with_defaults(None, None) == {}
 
 
-def test_a_model_has_a_size_separate(tmp_path: Path) -> None:
+def test_a_world_description_overrides_the_default_size_of_the_model(tmp_path: Path) -> None:
     """The frame size in the world description overrides the model's default, and a size set by the
     user overrides both.
     """
@@ -108,7 +108,7 @@ def test_a_size_it_was_not_trained_for_is_named(tmp_path: Path) -> None:
     assert "trained at 80x48 or 160x96" in text
 
 
-def test_clients_are_notified_what_concerns_them(tmp_path: Path) -> None:
+def test_clients_receive_the_description_without_tour_and_model_options(tmp_path: Path) -> None:
     """Clients receive the world description, except for the tour and the model options."""
     reported = description(tmp_path).as_hello()
     assert reported["prompts"][1] == {"name": "snow", "text": "in the snow"}

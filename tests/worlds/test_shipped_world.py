@@ -65,7 +65,7 @@ def test_the_description_fits_the_files(village: Path) -> None:
     assert len(description.tour.keys) % 3 == 0, "it fills chunks of three latent frames"
 
 
-def test_what_is_written_is_the_same(
+def test_make_world_writes_identical_files(
     village: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`make-world` writes identical files and prints the command that serves them."""
@@ -78,7 +78,7 @@ def test_what_is_written_is_the_same(
     assert f"vllm serve {written} --omni" in capsys.readouterr().out
 
 
-def test_nothing_is_written_over(tmp_path: Path) -> None:
+def test_make_world_refuses_a_directory_that_is_not_empty(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("keep")
     with pytest.raises(CommandError, match="is not an empty directory"):
         make_world.write_world(tmp_path)

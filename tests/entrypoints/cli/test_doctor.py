@@ -206,7 +206,7 @@ def test_fast_paths_are_listed_and_a_missing_package_is_a_warning(
     ) in capsys.readouterr().out
 
 
-def test_fast_paths_are_not_checked_next_to_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_paths_are_not_checked_if_there_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fast paths are not checked if there is a fault. Their check imports vLLM, which may fail
     because of the fault and would affect the checks that run after a fix.
     """

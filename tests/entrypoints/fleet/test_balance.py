@@ -56,7 +56,7 @@ def test_a_round_is_bounded_and_the_idlest_session_moves_first() -> None:
     assert [move.session.name for move in moves] == ["a5", "a4"]
 
 
-def test_large_servers_take_more() -> None:
+def test_large_servers_take_more_sessions() -> None:
     moves = plan_moves([load("a", 9, 12), load("b", 0, 4)], (), 0.0, 100)
     assert len(moves) == 2
 

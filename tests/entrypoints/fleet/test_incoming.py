@@ -102,7 +102,7 @@ def test_only_a_complete_version_becomes_live(run: Callable[..., None], tmp_path
     run(test)
 
 
-def test_a_version_that_is_not_complete_after_one_that_is(
+def test_a_move_is_refused_if_the_last_version_is_incomplete(
     run: Callable[..., None], tmp_path: Path
 ) -> None:
     """If the last version of a session is incomplete, the move is refused, even if an earlier

@@ -60,7 +60,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         Fleet.read(str(tmp_path / "none.toml"), "a", {KEY_VARIABLE: KEY})
 
 
-def test_only_the_operators_key_opens(tmp_path: Path) -> None:
+def test_only_the_operators_key_is_accepted(tmp_path: Path) -> None:
     fleet = read(tmp_path)
     assert fleet.is_operator(f"Bearer {KEY}")
     for wrong in ("", KEY, f"Basic {KEY}", f"Bearer {KEY}x", "Bearer ", "Bearer \udcff"):

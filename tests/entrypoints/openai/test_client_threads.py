@@ -57,7 +57,7 @@ def run(test: Callable[[ClientThreads], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(inner())
 
 
-def test_one_client_s_clips_leave_a_thread_for_another() -> None:
+def test_clips_of_one_client_leave_a_thread_for_another() -> None:
     """Only one clip per client is decoded at a time, so that a thread is left for other clients."""
 
     async def test(threads: ClientThreads) -> None:

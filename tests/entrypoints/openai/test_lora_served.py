@@ -91,7 +91,7 @@ def equal(got: list[np.ndarray], expected: list[np.ndarray]) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def test_adapters_through_the_endpoints_and_vllm_s_routes(
+def test_adapters_through_the_endpoints_and_vllms_routes(
     server: Served, adapters: dict[str, Path]
 ) -> None:
     """Adapters are listed, selected at the start of a stream or during it, and loaded while the

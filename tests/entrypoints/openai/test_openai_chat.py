@@ -232,7 +232,7 @@ TOOL = {
 }
 
 
-def test_a_client_that_leaves_a_whole_response_frees_the_engine(server: Served) -> None:
+def test_a_disconnect_before_a_non_streamed_response_frees_the_engine(server: Served) -> None:
     """When a client disconnects, its engine request is aborted even if the response is not
     streamed, because the server checks for disconnects.
     """

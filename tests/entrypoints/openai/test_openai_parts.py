@@ -426,7 +426,7 @@ def test_an_upright_clip_of_a_phone_is_read_upright() -> None:
 @pytest.mark.parametrize(
     "wrong", [clip(9, 12)[:300], b"\0\0\0\x18ftypnothing", "data:video/mp4;base64,%%%"]
 )
-def test_other_data_than_clips_is_refused(wrong: bytes | str) -> None:
+def test_unreadable_clips_are_refused(wrong: bytes | str) -> None:
     assert is_clip(wrong)
     with pytest.raises(ApiError) as refused:
         read_clip(wrong, 12.0, 72, "input_reference")
@@ -445,7 +445,7 @@ def test_an_image_is_no_clip() -> None:
     assert not is_clip("data:image/png;base64,AAAA")
 
 
-def test_a_client_that_leaves_a_whole_response_ends_it() -> None:
+def test_a_disconnect_before_a_non_streamed_response_cancels_its_request() -> None:
     """When a client disconnects before it has received a non-streamed response, its engine request
     is cancelled.
     """

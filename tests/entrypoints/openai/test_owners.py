@@ -67,7 +67,7 @@ def test_a_video_is_visible_to_its_key_only(serve: "type[TestClient]") -> None:
 
 
 @pytest.mark.parametrize(("keys", "status"), [(("k1", "k2"), 404), ((), 200)])
-def test_an_image_s_url_belongs_to_its_key(
+def test_an_image_url_belongs_to_its_key(
     serve: "type[TestClient]", keys: tuple[str, ...], status: int
 ) -> None:
     """An image URL can be read only with the API key that created the image. On a server without

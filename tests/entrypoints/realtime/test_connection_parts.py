@@ -83,7 +83,7 @@ def test_a_quarter_of_the_rate_is_refused_after_the_timeout() -> None:
 
 
 @pytest.mark.parametrize("take_s", [0.001, 0.004, 0.015])
-def test_a_client_that_takes_what_it_plays_is_not_behind(take_s: float) -> None:
+def test_a_client_that_reads_at_the_playing_rate_is_not_behind(take_s: float) -> None:
     """A client that reads at the playing rate is not behind, even if a model that is faster than
     real time keeps every queue full.
     """

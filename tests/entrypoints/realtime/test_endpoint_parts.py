@@ -240,7 +240,7 @@ def bomb(width: int, height: int) -> bytes:
         (None, "invalid_image"),
     ],
 )
-def test_other_data_than_allowed_images_is_refused(data: Any, code: str) -> None:
+def test_data_other_than_allowed_images_is_refused(data: Any, code: str) -> None:
     """Data that is not an allowed image is refused with a fixed error text. The check uses only the
     header where possible.
     """

@@ -73,7 +73,7 @@ STATS_FIELDS = {
 }
 
 
-def test_messages_are_byte_for_byte_of_the_known_form(endpoint: EndpointServer) -> None:
+def test_messages_have_the_known_form_byte_for_byte(endpoint: EndpointServer) -> None:
     """Header and payload form one map with sixteen header fields, and the stats message has
     eighteen fields. `type` comes first, and all numbers are integers. (U)
     """

@@ -142,7 +142,7 @@ def test_a_branch_starts_with_a_key_frame(client: Client) -> None:
     assert generate(client, LATER, session_id="copy")[0]["is_key_frame"]
 
 
-def test_a_recording_next_to_h264_is_one_file_per_chunk(client: Client) -> None:
+def test_a_recording_in_addition_to_h264_is_one_file_per_chunk(client: Client) -> None:
     """If a client requests a recording in addition to H.264, the last message of each chunk
     contains the chunk's recording as one file.
     """

@@ -342,7 +342,7 @@ def test_sessions_of_one_client_are_bounded(make_endpoint: MakeEndpoint) -> None
     vanish(clients[1])
 
 
-def test_capacity_is_refused_a_hundred_times_and_comes_back(
+def test_a_hundred_refusals_for_capacity_lose_no_slot(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
     """Each refusal for lack of capacity consists of one error and close code 1013, and a hundred

@@ -32,7 +32,7 @@ def quotas(clock: Clock, **limits: int) -> FileQuotas:
     return FileQuotas(QuotaFile(default=Quota(**limits)), clock)
 
 
-def test_a_session_beyond_the_quota_is_refused_with_a_time(
+def test_a_session_beyond_the_quota_is_refused_with_a_retry_time(
     endpoint: EndpointServer,
 ) -> None:
     endpoint.manager.quotas = quotas(Clock(), sessions=1)
@@ -51,7 +51,7 @@ def test_a_session_beyond_the_quota_is_refused_with_a_time(
         client.frames()
 
 
-def test_a_request_beyond_the_chunks_of_a_minute_changes_nothing(
+def test_a_request_refused_by_the_chunk_quota_changes_nothing(
     client: Client, endpoint: EndpointServer
 ) -> None:
     """A request that has started is finished even if it exceeds the quota, and the excess delays

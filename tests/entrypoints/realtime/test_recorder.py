@@ -111,7 +111,7 @@ def test_a_session_that_started_elsewhere_is_not_recorded(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_chunk_s_adapters_are_recorded_with_their_digests(tmp_path: Path) -> None:
+def test_adapters_of_a_chunk_are_recorded_with_their_digests(tmp_path: Path) -> None:
     recorder, used = (
         SessionRecorder(tmp_path, HEADER),
         UsedLora(name="ink", scale=0.5, digest="0" * 32),

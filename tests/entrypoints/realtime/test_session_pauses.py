@@ -53,7 +53,7 @@ def test_a_second_pause_is_refused_and_a_failed_one_changes_nothing() -> None:
     scenario(test)
 
 
-def test_after_it_has_left_every_request_ends_with_moved() -> None:
+def test_every_request_of_a_session_that_has_left_ends_with_moved() -> None:
     """After a session has left the server, its running request, its waiting request and all later
     requests end with `moved`. The server still recognises the session id.
     """

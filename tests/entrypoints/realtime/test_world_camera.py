@@ -164,7 +164,7 @@ def test_each_mp4_message_is_a_complete_file(client: Client) -> None:
 
 
 @pytest.mark.parametrize(("scale", "size"), [(1, (32, 48)), (4, (128, 192)), (8, (256, 384))])
-def test_a_file_next_to_the_frames_may_be_larger(
+def test_an_mp4_file_sent_in_addition_to_frames_may_be_larger(
     client: Client, scale: int, size: tuple[int, int]
 ) -> None:
     """The MP4 file that a client requests in addition to frames may be enlarged, for recordings of

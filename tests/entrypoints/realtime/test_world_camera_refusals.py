@@ -231,7 +231,7 @@ def test_text_frames_are_refused_and_the_third_closes(client: Client) -> None:
     assert close_code(client) == 1003
 
 
-def test_other_values_than_maps_are_refused_repeatedly(client: Client) -> None:
+def test_values_other_than_maps_are_refused_repeatedly(client: Client) -> None:
     """Valid msgpack values other than maps may be sent repeatedly. Each is refused, but the
     connection stays open, because they do not count as undecodable.
     """
@@ -286,7 +286,7 @@ def test_unforeseen_failures_reveal_nothing_of_the_server(
     client.frames()
 
 
-def test_too_many_messages_close_with_policy(make_endpoint: MakeEndpoint) -> None:
+def test_too_many_messages_close_the_connection_with_1008(make_endpoint: MakeEndpoint) -> None:
     """If a client sends too many messages, its connection is closed with 1008."""
     with make_endpoint(max_messages_per_s=20).client() as client:
         with contextlib.suppress(ConnectionClosed):

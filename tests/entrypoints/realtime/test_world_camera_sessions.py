@@ -151,7 +151,7 @@ def test_branches_are_independent(client: Client, engine: FakeEngine) -> None:
     )
 
 
-def test_capacity_is_said_at_once_and_comes_back(
+def test_a_full_server_refuses_at_once_and_accepts_again_after_a_disconnect(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
     """On a full server, a new session is refused immediately, and the connection of a client

@@ -235,7 +235,7 @@ def test_a_spoken_reply_has_spans_and_a_request_id(
     assert (refused.status_code, refused.headers.get_list("x-request-id")) == (401, ["spoken-2"])
 
 
-def test_a_key_beyond_its_quota_may_not_speak(speech_server: Served) -> None:
+def test_speech_with_a_key_beyond_its_quota_is_refused(speech_server: Served) -> None:
     small = speech_server.connect(SMALL_KEY)
     small.audio.speech.create(model="null", voice="Ethan", input="Once.")
     with pytest.raises(openai.RateLimitError, match="1 chunks a minute"):

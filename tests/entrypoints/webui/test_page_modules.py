@@ -208,7 +208,7 @@ def test_joined_chunks_are_one_video(module_page: Page, counts: list[int], fps: 
     assert np.allclose(np.diff(times), 1 / fps, atol=1e-3)
 
 
-def test_a_joined_video_can_be_sought(module_page: Page) -> None:
+def test_a_joined_video_is_seekable(module_page: Page) -> None:
     """A player can seek in a joined video, because the index lists a key frame at the start of each
     chunk.
     """
@@ -368,7 +368,7 @@ def test_an_image_that_stays_broken_is_noticed_after_three_seconds(
     assert seen == [[True, False], [False, False], [True, False], [False, False], [False, True]]
 
 
-def test_walls_and_seasons_are_not_broken(module_page: Page) -> None:
+def test_walls_and_seasons_are_not_taken_for_broken(module_page: Page) -> None:
     """The least and the most detail measured in 99 % of the views of the village, and the detail of
     images in another style, are not taken for broken.
     """
@@ -376,7 +376,7 @@ def test_walls_and_seasons_are_not_broken(module_page: Page) -> None:
     assert module_page.call("/omni/js/watch.js", WATCH, parts) == [[True, False]] * 4
 
 
-def test_a_world_that_starts_flat_is_not_broken(module_page: Page) -> None:
+def test_a_world_that_starts_flat_is_not_taken_for_broken(module_page: Page) -> None:
     parts = [(0, 0.1, 12), (9, 20, 40), (0, 0, 40)]
     assert module_page.call("/omni/js/watch.js", WATCH, parts) == [[True, False]] * 3
 
@@ -432,7 +432,7 @@ def test_the_waiting_time_is_known_after_three_chunks(
         assert supply == pytest.approx(frames / 0.3)
 
 
-def test_frames_that_come_apart_shorten_the_waiting_time(module_page: Page) -> None:
+def test_frames_that_arrive_separately_shorten_the_waiting_time(module_page: Page) -> None:
     """Frames that arrive separately shorten the waiting time, because playback starts with the
     first frame while later frames may still arrive. The rate at which the server supplies frames is
     still computed from the times of whole chunks.
@@ -691,7 +691,7 @@ def test_frames_after_a_lost_one_wait_for_a_key_frame(h264_page: Page, decoder: 
 
 
 @every_decoder
-def test_a_decoder_that_fails_twice_is_given_up(h264_page: Page, decoder: str) -> None:
+def test_a_decoder_that_fails_twice_is_no_longer_used(h264_page: Page, decoder: str) -> None:
     """A decoder that has failed twice is no longer used, and the page requests JPEG."""
     code = """
         const broken = { video: new Uint8Array(200).fill(7), is_key_frame: true, first_frame: 0,

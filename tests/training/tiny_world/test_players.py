@@ -108,7 +108,7 @@ def test_a_frozen_world_does_not_follow(renderer: Renderer) -> None:
     assert _missed(Changed(renderer, _frozen), renderer) == {"bot: PSNR"}
 
 
-def test_a_blurred_world_is_not_sharp_and_no_village(renderer: Renderer) -> None:
+def test_a_blurred_world_is_neither_sharp_nor_a_village(renderer: Renderer) -> None:
     missed = _missed(Changed(renderer, _blurred), renderer)
     assert {"still: sharpness", "bot: share of frames that are a village"} <= missed
     assert "wall: a village again after turning away" in missed
@@ -118,7 +118,7 @@ def test_a_mosaic_misses_every_target(renderer: Renderer) -> None:
     assert len(_missed(Changed(renderer, _mosaic), renderer)) == 6
 
 
-def test_another_style_is_no_village_of_the_prompt(renderer: Renderer) -> None:
+def test_a_village_in_another_style_does_not_match_the_prompt(renderer: Renderer) -> None:
     """A world in another style does not count as the prompt's village, although its edges are as
     sharp as those of the ground truth.
     """

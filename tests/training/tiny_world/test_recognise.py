@@ -55,7 +55,7 @@ def test_damaged_renders_are_no_villages(views: Views, name: str) -> None:
     assert _share(_bytes(bad), style[which]) <= 3 / 90
 
 
-def test_another_style_is_not_the_one_requested_for(views: Views) -> None:
+def test_another_style_is_not_recognised_as_the_requested_one(views: Views) -> None:
     frames, style = views
     shares = [_share(frames, (style + shift) % len(STYLES)) for shift in (1, 2)]
     assert sum(shares) / 2 <= 0.02

@@ -134,7 +134,7 @@ def test_a_blank_wall_does_not_decide_the_sharpness() -> None:
     assert sharpness == pytest.approx(1.0, abs=0.01)
 
 
-def test_a_style_is_lost_when_the_image_is_another_ones(small_renderer: Renderer) -> None:
+def test_a_style_is_not_recognised_in_an_image_of_another_style(small_renderer: Renderer) -> None:
     """For every view of the ground truth, the style is recognised as correct; for the same view in
     another style, it is not.
     """
@@ -147,7 +147,9 @@ def test_a_style_is_lost_when_the_image_is_another_ones(small_renderer: Renderer
     assert score.style_shares(other, style, palette) == [0.0]
 
 
-def test_the_loop_is_read_where_the_camera_stands_again(small_renderer: Renderer) -> None:
+def test_the_loop_score_compares_frames_at_which_the_camera_has_returned(
+    small_renderer: Renderer,
+) -> None:
     """The loop score compares frames at which the camera has returned to its start, so a world that
     returns to another place gets a low score.
     """
@@ -160,7 +162,7 @@ def test_the_loop_is_read_where_the_camera_stands_again(small_renderer: Renderer
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(4, [0, 250, 500, 750]), (2, [0, 500]), (1, [0])])
-def test_fewer_steps_are_of_the_checkpoints_own(
+def test_fewer_steps_are_chosen_from_the_checkpoints_own_steps(
     lingbot_world_v2: Path, steps: int, expected: list[int]
 ) -> None:
     args = score.make_parser().parse_args(

@@ -42,7 +42,7 @@ def test_the_truth_turns_as_commanded(turning: torch.Tensor) -> None:
     assert bool(((turns(turning, FOCAL) - 6).abs() < 0.2).all())
 
 
-def test_a_video_that_stands_or_turns_double_is_found_out(turning: torch.Tensor) -> None:
+def test_a_video_that_stands_still_or_turns_twice_as_far_is_detected(turning: torch.Tensor) -> None:
     assert turns(turning[[0, 0, 0]], FOCAL).tolist() == pytest.approx([0.0, 0.0], abs=1e-3)
     assert turns(turning[::2], FOCAL).tolist() == pytest.approx([12.0, 12.0], rel=0.02)
 

@@ -63,7 +63,7 @@ def test_the_truth_is_the_tour(village: Path) -> None:
         assert psnr > apart + 3, "another frame would not do"
 
 
-def test_the_map_lies_as_the_village_does() -> None:
+def test_the_map_matches_the_village() -> None:
     """The map matches the village with north up: the pond is blue, a red tower is in the
     north-east, and grass is green.
     """

@@ -61,7 +61,7 @@ def _first(latents: torch.Tensor) -> torch.Tensor:
     return latents[:, :, 0, 0, 0]
 
 
-def test_a_plain_clip_is_itself(sampler: Sampler) -> None:
+def test_a_clip_without_variations_is_unchanged(sampler: Sampler) -> None:
     batch = sampler.batch(torch.tensor([0, 1, 4, 5]), NEVER, NEVER)
     assert _first(batch.latents).tolist() == [
         [100 * clip + f for f in range(FRAMES)] for clip in (0, 1, 4, 5)

@@ -306,7 +306,7 @@ def test_the_camera_map_is_its_basis_times_twelve_numbers(focal) -> None:
     torch.testing.assert_close(made, expected, atol=1e-6, rtol=0)
 
 
-def test_the_exported_config_is_one_that_the_package_takes() -> None:
+def test_the_package_accepts_the_exported_config() -> None:
     sizes = Sizes()
     config = LingBotWorldConfig.from_checkpoint(sizes.config_json())
     assert (config.window_frames, config.sink_frames, config.frames_per_chunk) == (18, 3, 3)

@@ -83,7 +83,7 @@ def test_a_changed_table_fails(tmp_path: Path) -> None:
     assert not verify(tmp_path).ok
 
 
-def test_another_recorded_base_fails(tmp_path: Path) -> None:
+def test_another_recorded_rebase_limit_fails(tmp_path: Path) -> None:
     """Verification fails if the recording used another re-base limit, because the recorded counters
     include the frame with position 0.
     """

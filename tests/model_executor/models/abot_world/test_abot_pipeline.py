@@ -151,7 +151,7 @@ def test_keys_may_change_inside_a_chunk(world: AbotWorld) -> None:
 # -- positions -------------------------------------------------------------------------------------
 
 
-def test_window_positions_are_another_result(layouts: dict[str, Path]) -> None:
+def test_positions_relative_to_the_window_change_the_result(layouts: dict[str, Path]) -> None:
     """Positions relative to the window give a different result as soon as the window has moved. The
     only cause is the distance to the reference images.
     """

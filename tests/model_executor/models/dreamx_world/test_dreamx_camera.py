@@ -149,7 +149,7 @@ def bad(change: Any) -> torch.Tensor:
         (path(9).long(), "invalid_camera", "must be floats"),
     ],
 )
-def test_poses_that_are_none_are_refused(poses: torch.Tensor, code: str, reason: str) -> None:
+def test_invalid_poses_are_refused(poses: torch.Tensor, code: str, reason: str) -> None:
     with pytest.raises(RequestFailed, match=reason) as refused:
         read(0, None, {"poses": poses})
     assert refused.value.code == code

@@ -139,7 +139,7 @@ def test_the_1_3b_has_the_published_size():
     assert LingBotWorldConfig.from_checkpoint(config_of_tensors(shapes, "somewhere")) == config
 
 
-def test_an_unknown_number_of_heads_is_requested_by_name(checkpoints):
+def test_the_error_for_an_unknown_number_of_heads_names_the_config_key(checkpoints):
     """If there is no config and the width is not a multiple of 128, as in a tiny model, the error
     names the config key to add. Adding that key fixes the error.
     """

@@ -66,7 +66,7 @@ def test_held_keys_become_flags(world: LingBotWorld) -> None:
     ]
 
 
-def test_flags_next_to_poses_are_read_at_the_frames_of_the_poses(world: LingBotWorld) -> None:
+def test_flags_sent_with_poses_are_read_at_the_frames_of_the_poses(world: LingBotWorld) -> None:
     """Flags sent with poses have one entry per video frame. Flags and poses are read only at frames
     0, 4 and 8. If poses are sent without flags, no key counts as held.
     """
@@ -116,7 +116,7 @@ def test_invalid_flags_are_refused(world: LingBotWorld, action: torch.Tensor, me
     assert refused.value.code == "invalid_camera"
 
 
-def test_flags_next_to_keys_are_refused(world: LingBotWorld) -> None:
+def test_flags_sent_with_keys_are_refused(world: LingBotWorld) -> None:
     with pytest.raises(RequestFailed, match="`action` with poses, or `actions`: one of the two"):
         flags(world, {"action": torch.zeros(FIRST, 4)}, actions=[["w"]])
 

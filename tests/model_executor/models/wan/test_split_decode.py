@@ -214,7 +214,7 @@ def test_ranks_that_decode() -> None:
             assert [rank.decodes for rank in stages] == (decoding if stage else [False, False])
 
 
-def test_the_option() -> None:
+def test_vae_parallel_requires_several_ranks_that_share_layers() -> None:
     """`vae_parallel` requires several ranks that share layers."""
     requested = OmniConfig(vae_parallel=True)
     requested.check_ranks(2)

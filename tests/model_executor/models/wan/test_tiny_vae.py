@@ -63,7 +63,7 @@ def test_a_stream_split_anywhere_equals_the_whole_clip(vae: TinyVAEDecoder, cut:
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize(("channels", "factor"), [(8, 1), (8, 2), (3, 2)])
-def test_growing_frames_equals_enlarging_them_first(
+def test_enlarging_frames_in_the_convolution_equals_enlarging_them_first(
     channels: int, factor: int, layout: torch.memory_format
 ) -> None:
     """Enlarging frames within the convolution equals enlarging them before it, as the original

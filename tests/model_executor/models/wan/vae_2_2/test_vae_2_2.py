@@ -195,7 +195,7 @@ def test_the_weights_of_the_other_release_are_refused(tmp_path: Path) -> None:
         load_tiny_vae(TinyVAEDecoder((8, 8, 4, 4), VAE_2_2), tmp_path / "taew2_1.pth")
 
 
-def test_a_released_tiny_file_may_grow_one_frame_to_more(
+def test_a_released_tiny_decoder_may_expand_one_frame_into_several(
     tmp_path: Path, tiny: TinyVAEDecoder, latents: torch.Tensor
 ) -> None:
     """If a layer of a released tiny decoder expands one frame into several, only the layer's last
