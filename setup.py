@@ -1,4 +1,4 @@
-"""Declares the entry points of vllm_omni. All other settings of the package are in pyproject.toml.
+"""Declare the entry points of vllm_omni. All other package settings are in pyproject.toml.
 
 The entry points in all groups have the name `vllm_omni`, because `VLLM_PLUGINS` filters every group
 by name. There are two exceptions: `vllm_omni_ar` adds routes to servers of stock text models, which

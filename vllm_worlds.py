@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry points of the `vllm-worlds` distribution, which refuse to run if another project's
+"""Entry points of the `vllm-worlds` distribution. They refuse to run if another project's
 `vllm_omni` is installed.
 
-PyPI contains another project, `vllm-omni`, and its package is also called `vllm_omni`.
-pip installs both into the same environment without a warning. The files of the two packages then
-overwrite each other, and Python imports a mixture of both. The checks are in this module instead of
-`vllm_omni`, because importing a module of that package runs its `__init__`, which may be that of
-the other project.
+PyPI contains another project, `vllm-omni`, whose package is also called `vllm_omni`. pip
+installs both projects into the same environment without a warning. The files of the two packages
+then overwrite each other, and Python imports a mixture of both. The checks are in this module
+rather than in `vllm_omni`, because importing a module from that package runs the package's
+`__init__`, which may belong to the other project.
 
 The setup script runs this file with the environment's Python, so it uses only the standard library.
-This project's package is recognised by two properties: its distribution registers `vllm_omni` as an
-endpoint plugin of vLLM, and its folder contains `entrypoints/cli/doctor.py`.
+This project's package is recognised by two properties: its distribution registers `vllm_omni` as a
+vLLM endpoint plugin, and its folder contains `entrypoints/cli/doctor.py`.
 """
 
 import importlib.metadata
@@ -19,7 +19,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 DISTRIBUTION = "vllm-worlds"
-"""Name of this project for pip. The package of the project is imported as `vllm_omni`."""
+"""Distribution name of this project, as used by pip. The project's package is imported as
+`vllm_omni`.
+"""
 OTHER_DISTRIBUTION = "vllm-omni"
 """Name of the other project. This project formerly had the same name but was never published under
 that name.
@@ -75,14 +77,16 @@ def refuse_other_package(paths: Sequence[str] | None = None) -> None:
 
 
 def find_other_package(paths: Sequence[str]) -> list[str]:
-    """Return one line per `vllm_omni` of another project on `paths`, with its kind and location."""
+    """Return one line for each `vllm_omni` of another project on `paths`, with its kind and
+    location.
+    """
     return [*_distributions(paths), *_folders(paths)]
 
 
 def find_former_name(paths: Sequence[str]) -> str | None:
     """Return the version of this project that is installed under its former name, if any.
 
-    A checkout may still contain the folder `vllm_omni.egg-info`, which is not an installation.
+    A checkout may still contain the `vllm_omni.egg-info` folder, which is not an installation.
     """
     for found in _named(paths):
         if _is_ours(found) and found.read_text("RECORD") is not None:

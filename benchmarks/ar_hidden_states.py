@@ -9,25 +9,25 @@
     # stock vLLM against stock vLLM: the error of the method itself
     python benchmarks/ar_hidden_states.py --control
 
-Two engines run at the same time. Each is a single process that contains front end, scheduler,
-worker and model, so the processor time of this process is the entire cost of its requests, and no
-processor time is spent on busy-waiting for other processes. The engines alternately run the same
-requests in short slices, in the order stock, ours, ours, stock, so that other load on the machine
-affects both engines. On a CPU, both engines have one thread on the same core and the same hash
-seed, and start each slice right after a garbage collection. One round of four slices is called a
-pair. The value of a pair is the time of this package's two slices divided by the time of the two
-stock slices.
+Two engines run at the same time. Each engine is one process that contains the front end, scheduler,
+worker and model. The CPU time of this process is therefore the entire cost of its requests, and
+none of it is spent busy-waiting for other processes. The engines take turns running the same
+requests in short slices, so other load on the machine affects both engines. The order is stock,
+ours, ours, stock, and is reversed in every other round. On a CPU, both engines run one thread on
+the same core, use the same hash seed, and collect garbage right before each slice. One round of
+four slices is called a pair. A pair's ratio is the time of this package's two slices divided by the
+time of the two stock slices.
 
-For requests without hidden states, the result contains the ratios of processor time and of elapsed
-time, each with a 95 % confidence interval. The memory layout of a process can favour one engine as
-long as the process lives, and more pairs do not reveal this. The engines are therefore started
-`--starts` times: the ratio is the geometric mean of the medians of all starts, and the bootstrap
-interval resamples first the starts and then the pairs within each start. Quote processor time from
-a machine that runs other programs too, and elapsed time from a GPU. The result also contains the
-number of Python and C calls in one slice of each engine, which does not depend on other load. For
-requests with hidden states, the result contains the bytes copied, the bytes requested, and tokens
-per second. The benchmark first checks that hidden states arrive and agree with a plain forward pass
-of transformers.
+For requests without hidden states, the benchmark reports the ratios of CPU time and of elapsed
+time, each with a 95 % confidence interval. The memory layout of a process can favour one engine for
+as long as the process lives, and measuring more pairs does not reveal this bias. The engines are
+therefore started `--starts` times: the ratio is the geometric mean of the medians of all starts,
+and the bootstrap interval resamples first the starts and then the pairs within each start. Quote
+CPU time if the machine also runs other programs, and elapsed time for a GPU. The benchmark also
+reports how many Python and C calls each engine makes in one slice. This number does not depend on
+other load. For requests with hidden states, the benchmark reports the bytes copied, the bytes
+requested, and tokens per second. Before measuring, the benchmark checks that hidden states arrive
+and match those of a plain forward pass in Hugging Face Transformers.
 """
 
 import argparse
@@ -145,8 +145,8 @@ class Engine:
         self._connection = connection
 
     def call(self, work: Any, *arguments: Any) -> Any:
-        """Run `work(llm, args, *arguments)` in the engine's process and return the result. Raises
-        RuntimeError if the call failed.
+        """Run `work(llm, args, *arguments)` in the engine's process and return the result. Raise
+        RuntimeError if the call fails.
         """
         self._connection.send((work, arguments))
         response, reason = self._connection.recv()
@@ -210,9 +210,9 @@ def describe(llm: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(llm: Any, mode: str | None, args: argparse.Namespace) -> tuple[float, list[Any]]:
-    """Generate for all requests, and return the elapsed seconds and the outputs.
+    """Generate tokens for all requests, and return the elapsed seconds and the outputs.
 
-    Requests contain token ids, so that the tokenizer is not timed.
+    Requests contain token ids, so tokenization is not timed.
     """
     from vllm import SamplingParams
 
@@ -236,12 +236,13 @@ def stats(llm: Any) -> dict[str, Any]:
 
 
 def check_rows(llm: Any, args: argparse.Namespace, model: Path, dtype: str) -> dict[str, Any]:
-    """Compare the hidden states of every request with a plain fp32 forward pass, and end the
-    benchmark if they are missing or wrong.
+    """Compare the hidden states of every request with those of a plain fp32 forward pass, and abort
+    the benchmark if they are missing or wrong.
 
-    bf16 rounds after every operation and the error grows with depth, so the bf16 hidden states of
-    transformers define the rounding error of this model. The hidden states of this package
-    may differ from the fp32 ones by at most 1.5 times that error. In fp32, the tolerance is 1e-4.
+    bf16 rounds after every operation, and the error grows with depth. The error of Hugging Face
+    Transformers' bf16 hidden states therefore serves as this model's rounding error. This package's
+    hidden states may differ from the fp32 ones by at most 1.5 times that error. In fp32, the
+    tolerance is 1e-4.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -333,8 +334,8 @@ def bytes_copied(llm: Any, args: argparse.Namespace) -> int:
 
 
 def unasked(stock: Engine, ours: Engine, args: argparse.Namespace) -> dict[str, Any]:
-    """Run rounds of four slices without hidden states. For each round, the result contains the
-    processor time and the elapsed time of the stock engine and of this package's engine.
+    """Run rounds of four slices without hidden states. For each round, return the CPU time and the
+    elapsed time of the stock engine and of this package's engine.
     """
     for warm_up in (stock, ours) * 3:
         warm_up.call(slice_of_traffic)
@@ -397,8 +398,8 @@ def center(starts: Sequence[Sequence[float]]) -> float:
 
 
 def confidence_interval(starts: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Return the 95 % bootstrap interval of `center`, which resamples starts and then pairs within
-    each start. Equal arguments always give equal intervals.
+    """Return the 95 % bootstrap interval for `center`, resampling the starts and then the pairs
+    within each start. Equal arguments always give the same interval.
     """
     generator = random.Random(0)
     centers = sorted(
@@ -414,16 +415,16 @@ def confidence_interval(starts: Sequence[Sequence[float]]) -> tuple[float, float
 
 
 def requested(ours: Any, args: argparse.Namespace, mode: str) -> dict[str, Any]:
-    """Run requests with hidden states, and return the bytes copied from the model's output and the
-    bytes that were requested.
+    """Run requests with hidden states, and return the bytes copied from the model's output, the
+    bytes requested, the bytes received, and tokens per second.
     """
     from vllm_omni.hidden_states import hidden_states_of
 
     before = stats(ours)["bytes_copied"]
     elapsed, outputs = run(ours, mode, args)
     received = [hidden_states_of(output) for output in outputs]
-    # With `last`, one hidden state per step is copied out of the model, because the model cannot
-    # tell which step is the last.
+    # With `last`, one hidden state per step is copied out of the model, because it is not known in
+    # advance which step is the last.
     per_request = {
         "all": args.input_len + args.output_len - 1,
         "generated": args.output_len - 1,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure attention over FP8 keys and values, and the passes before and after it.
 
-The error of each kernel against fp32 is measured first, and then its time.
+For each kernel, the error relative to fp32 is measured first, and then the time.
 
     python benchmarks/attention_kernels.py                 # one GPU, under 100 s
     # the same steps on a CPU, small and untimed
@@ -9,11 +9,11 @@ The error of each kernel against fp32 is measured first, and then its time.
 
 The shapes are those of 480x832 chunks: the windows of LingBot World (18 latent frames) and causal
 Wan 1.3B (21 latent frames), cross-attention to 512 text tokens, and the inputs of a LingBot block's
-linear layers. Times are medians per call, measured with CUDA graphs of several calls, and
+linear layers. Times are medians per call, measured with CUDA graphs that contain several calls, and
 exclude the time that the host takes to launch kernels. Errors are relative, |found - fp32| /
-|fp32|, for 256 of the queries: `flat` queries attend to all keys equally, and `peaked` queries
-attend to a few. Candidates that this build of vLLM or this GPU does not support are listed in
-`failed`.
+|fp32|, and are computed for 256 of the queries. `flat` queries attend to all keys equally, and
+`peaked` queries attend to a few keys. Candidates that this vLLM build or this GPU does not support
+are listed in `failed`.
 """
 
 import argparse
@@ -50,7 +50,7 @@ from vllm_omni.model_executor.layers.quantization.fp8_kernels import (
     quantize,
 )
 
-assert vllm_omni.worker  # importing it prepares torch for a CPU if there is no GPU
+assert vllm_omni.worker  # this import prepares torch for the CPU if there is no GPU
 
 SAMPLE = 256
 Tensors = tuple[torch.Tensor, ...]
@@ -58,8 +58,8 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of one attention call: number of queries (`tokens`), of keys, and of heads with 128
-    channels.
+    """Shape of one attention call: the numbers of queries (`tokens`), keys and heads, and the
+    channels per head (`width`).
     """
 
     name: str
@@ -86,7 +86,7 @@ WIDTHS = (5120, 13824)
 
 
 def exactly(found: torch.Tensor, wanted: torch.Tensor) -> dict[str, Any]:
-    """Compare a candidate that should be bit-identical to the plain version."""
+    """Return whether two tensors are bit-identical."""
     return {"bits_equal": bool(torch.equal(found.float(), wanted.float()))}
 
 
@@ -99,12 +99,12 @@ def exact_attention(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tenso
     return torch.stack(heads, dim=1)
 
 
-# FlashAttention 3 with FP8 products. No window uses it, because it is no faster than one
+# FlashAttention 3 with FP8 matrix products. No K/V window uses it, because it is no faster than one
 # dequantization pass followed by attention in bf16.
 
 
 def quantize_queries(q_TNH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the queries in e4m3 and their scales, fp32 [1, N]."""
+    """Return the queries in e4m3, and their scales in fp32. Shape of the scales: [1, N]."""
     scale_1N = torch.exp2(
         torch.ceil(torch.log2(q_TNH.abs().amax(dim=(0, 2)).float() / LARGEST))
     ).unsqueeze(0)
@@ -116,8 +116,8 @@ def quantize_queries(q_TNH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def flash_fp8_attention(
     q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, scales_3N: Tensors
 ) -> torch.Tensor:
-    """Run FlashAttention 3 in FP8. `scales_3N` contains the scales of queries, keys and values,
-    fp32 [1, N] each.
+    """Run FlashAttention 3 in FP8. `scales_3N` contains the scales of the queries, keys and values,
+    each in fp32 with shape [1, N].
     """
     flash = _flash_attention(3)
     assert flash is not None
@@ -141,8 +141,8 @@ def flash_fp8_attention(
 
 @dataclass(frozen=True)
 class Case:
-    """Queries, keys and values of one shape. `kv`, bf16 [2, S, N, H], contains keys and values
-    before they were quantized.
+    """Queries, keys and values of one shape. `kv` contains the keys and values before quantization,
+    in bf16. Its shape is [2, S, N, H].
     """
 
     q: torch.Tensor
@@ -156,7 +156,7 @@ class Case:
         q = sharpness * torch.randn(shape.tokens, shape.heads, shape.width, device=DEVICE)
         kv = torch.randn(2, shape.keys, shape.heads, shape.width, device=DEVICE, dtype=BF16)
         largest_2N = kv.abs().amax(dim=(1, 3)).float()
-        # An FP8 window chooses its scales in the same way.
+        # An FP8 K/V window computes its scales in the same way.
         scales = torch.exp2(torch.ceil(torch.log2(largest_2N * (16 / 448))))
         stored = torch.empty(kv.shape, dtype=FP8, device=DEVICE)
         quantize((kv[0], kv[1]), scales, stored)
@@ -232,8 +232,8 @@ OTHERS: Candidates = {
     "bf16, FlashAttention 4": Case.flash_4,
     "bf16, FlashInfer": Case.flashinfer,
 }
-"""Attention implementations of torch and other packages, for comparison. Some of these
-implementations are compiled when they are first called.
+"""Attention implementations from torch and other packages, for comparison. Some of these
+implementations are compiled on their first call.
 """
 
 
@@ -329,8 +329,8 @@ def passes(results: Results, shape: Shape) -> None:
 
 
 def activations(results: Results, tokens: int, width: int) -> None:
-    """Compare two ways to quantize with one scale per token: vLLM's CUDA kernel, and the
-    implementation that vLLM uses without `+quant_fp8`.
+    """Compare two implementations of quantization with one scale per token: vLLM's CUDA kernel, and
+    the implementation that vLLM uses without `+quant_fp8`.
     """
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8

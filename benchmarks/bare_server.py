@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Baseline for realtime_load.py: the minimum cost of sending the same messages with uvicorn.
 
-The process is an ASGI application without a framework. The application sends the recorded messages
-of a chunk over each connection as often as the model generates chunks, and adds the time at which
-each chunk was due. Messages from clients are read and discarded. `GET /state` reports that the
-server is listening.
+The process runs an ASGI application without a framework. Over each connection, the application
+repeats the recorded messages of one chunk as often as the model would generate chunks, and stamps
+each chunk's due time into its pixels. Messages from clients are read and discarded. `GET /state`
+responds as soon as the server is listening.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class BareServer:
-    """Application that sends `messages`, the messages of one chunk in order, every `period_s`. The
-    longest message ends with the `pixel_bytes` of the chunk.
+    """ASGI application that sends `messages`, the messages of one chunk in order, every `period_s`
+    seconds. The last `pixel_bytes` bytes of the longest message are the chunk's pixels.
     """
 
     def __init__(self, messages: list[bytes], pixel_bytes: int, period_s: float) -> None:
@@ -44,7 +44,7 @@ class BareServer:
         elif scope["type"] == "websocket":
             await receive()
             await send({"type": "websocket.accept"})
-            await receive()  # a session starts with the first message of its client
+            await receive()  # a session starts with its client's first message
             sending = asyncio.create_task(self._send(send))
             while (await receive())["type"] != "websocket.disconnect":
                 pass
@@ -78,7 +78,7 @@ def main() -> None:
     pixel_bytes = chunk_frames * options["width"] * options["height"] * 3
     app = BareServer(messages, pixel_bytes, chunk_frames / options["fps"])
     config = uvicorn.Config(
-        app,  # type: ignore[arg-type]  # uvicorn's types ask for each message's own dict
+        app,  # type: ignore[arg-type]  # uvicorn's types require a specific dict for each message
         log_level="warning",
         access_log=False,
         loop=options["loop"],

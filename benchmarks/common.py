@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers for all benchmarks, for example to run an engine, describe the machine and save results.
+"""Shared helpers for the benchmarks, such as functions that run an engine or save results.
 
-New results are written to `build/benchmarks`, which git ignores. A result that is shown on a
-documentation page is moved to `benchmarks/results` and gets a `record` (scripts/results_page.py).
+New results are written to `build/benchmarks`, which git ignores. To show a result on a
+documentation page, move it to `benchmarks/results` and add a `record` (scripts/results_page.py).
 """
 
 import argparse
@@ -53,7 +53,7 @@ def write_tiny_decoder(root: Path) -> None:
 
 
 def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command-line options of the measured engine."""
+    """Add the command-line options for the measured engine."""
     parser.add_argument("--eager", action="store_true", help="no torch.compile")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument(
@@ -82,7 +82,7 @@ def add_tracing_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def precision_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the engine's arguments for reduced precision, which are also recorded in the
+    """Return the engine arguments for the dtype and quantization, which are also recorded in the
     result.
     """
     return {
@@ -95,19 +95,19 @@ def precision_of(args: argparse.Namespace) -> dict[str, Any]:
 IDLE_S = 1.0
 """Pause before each measured stream, in seconds.
 
-The last clean-context pass of a warm-up runs after its last frames have been returned. The pause
-ensures that the device is idle when the first frame is measured.
+The last clean-context pass of a warm-up stream runs after the stream's last frames have been
+returned. The pause ensures that the device is idle when the first frame is measured.
 """
 
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Environment variable that makes malloc use huge pages.
 
-Without huge pages, a result of 14.4 MB causes thousands of page faults in every process.
+Without huge pages, a 14.4 MB result causes thousands of page faults in every process.
 """
 
 
 def restart_with(environment: dict[str, str]) -> None:
-    """Restart this script with environment variables that are read only when a process starts. Does
+    """Restart this script with environment variables that are read only when a process starts. Do
     nothing if they are already set.
     """
     if any(os.environ.get(name) is None for name in environment):
@@ -115,11 +115,11 @@ def restart_with(environment: dict[str, str]) -> None:
 
 
 _paths_of_engines: list[list[Any]] = []
-"""Fast paths of each engine that this process has started, for `fast_paths`."""
+"""Fast paths of the engines that `record_fast_paths` has recorded. `fast_paths` reads this list."""
 
 
 async def record_fast_paths(engine: Any) -> None:
-    """Record the fast paths of an engine for the results of this process."""
+    """Record an engine's fast paths, which `save` adds to this process's results."""
     from vllm_omni.entrypoints.engine.client import OmniEngine
 
     _paths_of_engines.append(await OmniEngine(engine).fast_paths())
@@ -174,7 +174,9 @@ def trace_folder(args: argparse.Namespace, scratch: Path) -> Path:
 
 
 def tracing(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the engine's arguments that `kernel_times` requires. Empty without `--kernels`."""
+    """Return the engine arguments that `kernel_times` requires. The result is empty without
+    `--kernels`.
+    """
     import torch
 
     if not args.kernels:
@@ -193,8 +195,8 @@ def tracing(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 async def kernel_times(
     engine: Any, folder: Path, chunk: Callable[[int], Awaitable[Any]], warm_chunks: int
 ) -> dict[str, Any]:
-    """Return the milliseconds of each GPU kernel (on a CPU, of each operator) in one chunk, largest
-    first.
+    """Return the milliseconds that each GPU kernel (on a CPU, each operator) takes in one chunk,
+    largest first.
 
     Chunks run one at a time, and the chunks after `warm_chunks` are traced. In the result,
     `busy_ms` is the total time of the kernels on all ranks, `busy_ms_of_ranks` is the total for
@@ -236,8 +238,8 @@ async def kernel_times(
 async def close_session(engine: Any, name: str) -> None:
     """Close a session as soon as it is idle.
 
-    The session may still be busy, because a chunk's result can be returned before its last forward
-    pass ends.
+    The session may still be busy, because a chunk's result can be returned before the chunk's last
+    forward pass ends.
     """
     from vllm_omni.inputs import DiffusionParams
 
@@ -246,7 +248,7 @@ async def close_session(engine: Any, name: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkRun:
-    """Records of the chunks of one session. Each record contains `done` (seconds), `timings_ms`,
+    """Records of one session's chunks. Each record contains `done` (seconds), `timings_ms`,
     `frames` and `digest`.
     """
 
@@ -265,10 +267,12 @@ async def run_chunks(
     request: Callable[[str, int], tuple[dict[str, Any], Any]],
     ahead: int = 1,
 ) -> ChunkRun:
-    """Run the chunks of a session with at most `ahead` further chunks in flight.
+    """Run a session's chunks. While each chunk runs, up to `ahead` of its successors are also in
+    flight.
 
     Args:
-        request: (session, chunk index) -> (fields of `DiffusionParams`, tensors).
+        request: Function that maps (session, chunk index) to (fields of `DiffusionParams`,
+            tensors).
     """
     from vllm_omni.inputs import DiffusionParams
 
@@ -302,12 +306,12 @@ LATER_SESSIONS = 5
 async def first_frames(
     engine: Any, session: Callable[[str], Callable[[int], Awaitable[dict[str, Any]]]]
 ) -> list[dict[str, Any]]:
-    """Measure the time to the first frame of several sessions, which run one at a time on an idle
+    """Measure the time to the first frame for several sessions, which run one at a time on an idle
     engine.
 
-    The result has one record per session, with times in milliseconds. `outside` is the part of the
-    time that no stage accounts for. The first session of an engine takes longer, because every
-    process runs most of its code for the first time.
+    The result has one record per session, with times in milliseconds. `outside` is the time spent
+    outside the encode, denoise and decode stages. An engine's first session takes longer than later
+    sessions, because every process runs most of its code for the first time.
     """
     records = []
     for number in range(LATER_SESSIONS):
@@ -328,7 +332,7 @@ async def first_frames(
 
 
 def chunk_rate(run: ChunkRun, warm_chunks: int) -> dict[str, Any]:
-    """Return the steady state of a session: medians over all chunks after the first `warm_chunks`.
+    """Return a session's steady-state times: medians over all chunks after the first `warm_chunks`.
 
     The result also contains the mean interval, because results may arrive in bursts if several
     chunks are in flight.
@@ -358,7 +362,7 @@ def chunk_rate(run: ChunkRun, warm_chunks: int) -> dict[str, Any]:
 
 
 def hardware() -> dict[str, Any]:
-    """Return the CPU model and count, and the GPUs if there are any."""
+    """Return the CPU model, the number of usable cores, and the names of the GPUs."""
     import torch
 
     model = platform.processor() or platform.machine()
@@ -393,8 +397,8 @@ def versions() -> dict[str, str]:
 
 def fast_paths() -> list[dict[str, Any]]:
     """Return the fast paths of all recorded engines, or those of this machine if no engine was
-    recorded. A path that is off in one engine is reported as off. Without vLLM, the result is
-    empty.
+    recorded. A path that is off in any engine is reported as off. If vLLM is not installed, the
+    result is empty.
     """
     if importlib.util.find_spec("vllm") is None:
         return []
@@ -412,8 +416,8 @@ def command_line() -> str:
 
 
 def save(name: str, result: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Add date, command, hardware, versions and fast paths, print the JSON, and write
-    `<out>/<date>_<name>.json`.
+    """Add the date, command, hardware, versions and fast paths to `result`, print the JSON, and
+    write `<out>/<date>_<name>.json`.
     """
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     document = {
@@ -433,7 +437,7 @@ def save(name: str, result: dict[str, Any], args: argparse.Namespace) -> dict[st
 
 
 def quantiles(values_ms: list[float]) -> dict[str, float]:
-    """Return median, p90, p99, minimum and maximum in milliseconds, rounded to microseconds."""
+    """Return the median, p90, p99, minimum and maximum in milliseconds, rounded to microseconds."""
     ordered = sorted(values_ms)
 
     def at(fraction: float) -> float:

@@ -6,9 +6,9 @@ All ranks have the same limits.
     # the tiny LingBot World, one and two ranks, without a GPU
     python benchmarks/data_parallel.py
 
-Sessions are started one after the other, as an endpoint does, until the engine responds with
+Sessions are started one after another, as an endpoint starts them, until the engine responds with
 `capacity`. All admitted sessions then generate one more chunk at the same time. Sessions are
-admitted by size: `omni.max_session_bytes` limits their bytes on each rank.
+admitted by size: `omni.max_session_bytes` limits their total bytes on each rank.
 """
 
 import argparse
@@ -32,8 +32,8 @@ HEIGHT, WIDTH = 64, 96
 
 
 async def fill(model: Path, num_ranks: int, max_session_bytes: int) -> dict[str, Any]:
-    """Start sessions until no more fit. Return the sessions and bytes of each rank, and the time in
-    which all sessions generate one chunk.
+    """Start sessions until no more fit. Return each rank's sessions and bytes, and the time that
+    all sessions together take to generate one chunk each.
     """
     import numpy as np
 

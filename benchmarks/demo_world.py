@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the demo world that ships with the package on a CPU.
+"""Measure, on a CPU, the demo world that ships with the package.
 
-The result contains the elapsed time and the processor time per chunk in the engine.
+The benchmark reports the engine's elapsed time and CPU time per chunk.
 
     python benchmarks/demo_world.py
     python benchmarks/demo_world.py --chunks 40
 
-`chunk_interval_ms` is the median time between two results of one session, which depends on other
-programs on the same cores. `processor_ms` is the processor time per chunk of all engine processes
-on all cores. `vllm-omni bench --check` compares `processor_ms`, because it hardly depends on other
-programs.
+`chunk_interval_ms` is the median time between two results of one session. Other programs on the
+same cores increase this time. `processor_ms` is the CPU time per chunk, summed over all engine
+processes. `vllm-omni bench --check` compares `processor_ms`, because other programs hardly affect
+this value.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from common import add_output_arguments, run_request, running_engine, save
 
 
 def processor_s() -> float:
-    """Return the processor time of this process's children, in seconds."""
+    """Return the CPU time of this process's children, in seconds."""
     import psutil
 
     total = 0.0

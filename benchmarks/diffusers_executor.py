@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the cost of `DiffusersPipelineExecutor` compared with direct calls of diffusers.
+"""Measure the overhead of `DiffusersPipelineExecutor` over direct calls to diffusers.
 
     # tiny Qwen-Image on the CPU, about a second of work
     python benchmarks/diffusers_executor.py
     # the released model's sizes, random weights, on CUDA
     python benchmarks/diffusers_executor.py --full-size
 
-Each pair runs the request once in a real engine (the front end in this process, EngineCore and
-pipeline in another) and once by calling the pipeline in this process. The order is drawn at random
-for each pair, so that changes in the machine's load affect both kinds of run. Both runs end with
-uint8 images in the host memory of this process. The result is the median over pairs of (engine time
-/ direct time - 1), for elapsed time and for the processor time of this process and its children.
-Other programs on the machine affect processor time less than elapsed time. Every pair also compares
-the images byte for byte.
+In each pair, the request runs twice: once in a real engine (the front end in this process,
+EngineCore and the pipeline in another process) and once by calling the pipeline in this process.
+The order within each pair is random, so changes in the machine's load affect both kinds of runs.
+Both runs end with uint8 images in this process's host memory. The result is the median over pairs
+of (engine time / direct time - 1), for elapsed time and for the CPU time of this process and its
+children. Other programs on the machine affect CPU time less than elapsed time. For every pair, the
+benchmark also compares the images byte for byte.
 
-With `--full-size`, the transformer has 60 layers, 24 heads of 128 channels and text width 3584
+With `--full-size`, the transformer has 60 layers, 24 heads of 128 channels and a text width of 3584
 (about 41 GB in bf16), and the VAE has the released size. The full-size model has no text encoder,
-and the prompt embeddings are random. The engine and the direct call each load a copy, which
-requires about 85 GB on the device. With `--in-process`, EngineCore runs in this process and shares
-the pipeline of the direct call, which requires 45 GB.
+so its prompt embeddings are random. The engine and the direct call each load a copy of the model,
+so about 85 GB of device memory are required. With `--in-process`, EngineCore runs in this process
+and the direct call uses EngineCore's pipeline, so only 45 GB are required.
 """
 
 import argparse
@@ -44,8 +44,8 @@ PROMPT_TOKENS = 256
 
 
 def write_full_size(out: Path) -> None:
-    """Write the configs of the released Qwen-Image without weights and without a text encoder (for
-    `--load-format dummy` and requests with prompt embeddings).
+    """Write the released Qwen-Image's configs, to be loaded with `--load-format dummy`. Weights and
+    the text encoder are left out; requests contain prompt embeddings.
     """
     components = {
         "transformer": {
@@ -96,7 +96,7 @@ def write_full_size(out: Path) -> None:
 
 
 class Request:
-    """The request of this benchmark, as arguments for the engine and as arguments for diffusers."""
+    """The benchmark's request, as arguments for the engine and as arguments for diffusers."""
 
     def __init__(self, args: argparse.Namespace, text_width: int | None) -> None:
         import torch
@@ -153,7 +153,7 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_direct(model: Path, args: argparse.Namespace) -> Any:
-    """Load the same pipeline with the same (random) weights in this process."""
+    """Load the engine's pipeline in this process, with the same weights as in the engine."""
     import torch
 
     from vllm_omni.executor.pipeline_host import PipelineHost
@@ -204,8 +204,8 @@ async def _in_process(model: Path, args: argparse.Namespace, request: Request) -
 
 
 def processor_s() -> float:
-    """Return the processor seconds so far of this process and all its children, which include
-    EngineCore.
+    """Return the CPU time in seconds that this process and all its children, including EngineCore,
+    have used so far.
     """
     import psutil
 

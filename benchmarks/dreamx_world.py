@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure DreamX-World-5B at full size with random weights in the real engine.
 
-The result contains frames per second, the time to the first frame, and stage times.
+The benchmark reports frames per second, the time to the first frame, and stage times.
 
     # one GPU, 704x1280, window 12, 4 steps
     python benchmarks/dreamx_world.py --model-options '{"decoder": "tiny"}'
@@ -15,11 +15,11 @@ The result contains frames per second, the time to the first frame, and stage ti
     # try it without a GPU
     python benchmarks/dreamx_world.py --tiny --height 64 --width 96 --eager --chunks 10
 
-Random weights with the released shapes give the same times as trained weights. The steady state is
-the median over all chunks after the window is full. Chunks are measured end to end, from the keys
-to the colour-corrected uint8 frames, and each chunk is requested while its predecessor is running.
-The time to the first frame includes the encoding of the image. Video of the released model plays at
-16 frames per second.
+Random weights with the released shapes give the same times as trained weights. Steady-state values
+are medians over all chunks after the window is full. Chunks are measured end to end, from the keys
+to the colour-corrected uint8 frames. Each chunk is requested while its predecessor is running. The
+time to the first frame includes encoding the image. The released model's video plays at 16 frames
+per second.
 """
 
 import argparse
@@ -38,9 +38,9 @@ TINY_VAE_CHANNELS = (256, 128, 64, 64)
 
 
 def write_checkpoint(root: Path) -> None:
-    """Write a checkpoint directory of the released architecture without weights, for --load-format
-    dummy. The directory also contains a tokenizer and the weights of the tiny decoder, because the
-    layer widths of the tiny decoder are read from its file.
+    """Write a checkpoint directory for the released architecture, to be loaded with --load-format
+    dummy. Its only weights are the tiny decoder's, because the decoder's layer widths are read from
+    its weight file. The directory also contains a tokenizer.
     """
     from vllm_omni.model_executor.models.wan.architecture import WAN_2_2_VAE
     from vllm_omni.testing.tiny.text_tokenizers import write_t5_tokenizer

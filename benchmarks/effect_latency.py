@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the time from a key press to the first displayed frame that depends on it, in Chromium.
+"""Measure the time from a key press to the first displayed frame that depends on it.
 
 The benchmark uses headless Chromium.
 
     python benchmarks/effect_latency.py                  # the shipped village, three starts
     python benchmarks/effect_latency.py --format jpeg    # the same with JPEG frames
 
-Server and browser share the machine, as on a laptop. Each start uses a new server and a new
-browser. After `--settle` seconds of walking, every change of keys within `--seconds` is one sample.
-The following parts of a sample, in milliseconds, add up to `effect_ms`:
+The server and the browser share the machine, as on a laptop. Each start uses a new server and a new
+browser. After `--settle` seconds of walking, every key change within `--seconds` is one sample. The
+following parts of a sample, in milliseconds, add up to `effect_ms`:
 
     wait_ms        until the page requested the chunk that the key changes
     queue_ms       transit to the engine and time in its queue
@@ -60,7 +60,7 @@ STALLS = f"{PARTS}.then(({{ app }}) => app.player.numStalls)"
 
 
 def measure(page: Page, frame_format: str, settle_s: float, seconds: float) -> dict[str, Any]:
-    """Start the world that the page offers first, walk, and return the samples."""
+    """Start the first world that the page offers, walk, and return the samples."""
     page.wait_for("document.body.dataset.link === 'up'", 30)
     page.wait_for(f"{PARTS}.then(({{ app }}) => app.link.isUp)")
     if frame_format == "jpeg":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure error and time of the Wan family's fused pointwise ops, compiled and as Triton kernels.
+"""Measure the error and time of the Wan family's fused pointwise ops, compiled and in Triton.
 
     python benchmarks/elementwise_kernels.py               # one GPU, under 60 s
     # the same steps on a CPU: errors of the plain ops only
@@ -7,9 +7,9 @@
 
 The shapes are those of LingBot World (5120 channels) and causal Wan 1.3B (1536 channels) with 4680
 tokens at 480x832, in bf16 with the residual stream in fp32. q is a slice of the fused QKV product.
-Times are medians per call, measured with CUDA graphs of several calls. Rates count each input and
-result once. Errors are relative, |found - fp32| / |fp32|. The exit status is 1 if an error exceeds
-`LARGEST_ERROR` or an op could not be timed.
+Times are medians per call, measured with CUDA graphs that contain several calls. Rates count each
+input and result once. Errors are relative, |found - fp32| / |fp32|. The exit status is 1 if an
+error exceeds `LARGEST_ERROR` or an op could not be timed.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from torch.nn import functional
 import vllm_omni.worker
 from vllm_omni.model_executor.models.wan.transformer import fused_ops
 
-assert vllm_omni.worker  # importing it prepares torch for a CPU if there is no GPU
+assert vllm_omni.worker  # this import prepares torch for the CPU if there is no GPU
 
 LARGEST_ERROR = 5e-3
 """Largest accepted relative error. Rounding normally distributed values to bf16 gives an error of
@@ -45,8 +45,8 @@ Call = tuple[str, tuple[Any, ...]]
 
 
 def calls_of(tokens: int, width: int, head: int) -> dict[str, Call]:
-    """Return the fused ops of a block as label -> (name, arguments), as one rank without tensor
-    parallelism calls them.
+    """Return a block's fused ops as label -> (name, arguments). The arguments are those of one rank
+    without tensor parallelism.
     """
     torch.manual_seed(0)
 
@@ -118,8 +118,8 @@ def measure(results: Results, tokens: int, width: int, head: int) -> None:
 
 
 def other_passes(results: Results, tokens: int, width: int, ffn: int) -> None:
-    """Measure how close operations for which this package has no kernel (a plain copy and GELU)
-    come to the memory bandwidth of the GPU.
+    """Measure how close two operations without kernels in this package, a plain copy and GELU, come
+    to the GPU's memory bandwidth.
     """
     part = f"other passes of [{tokens}, {width}]"
     x, hidden = (torch.randn(tokens, size, device=DEVICE).to(BF16) for size in (width, ffn))

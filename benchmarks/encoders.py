@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure time, size and quality of video encoders on the village at 1280x720, 60 frames/s.
+"""Measure the speed, bit rate and quality of video encoders on a village walk (1280x720, 60 fps).
 
     python benchmarks/encoders.py                        # every encoder of this machine, two cores
     python benchmarks/encoders.py --encoders nvjpeg      # one of them
@@ -10,10 +10,10 @@ forwards and then backwards, and is encoded in chunks of `--chunk` frames at pla
 following values are reported for each encoder:
 
     encode_ms      elapsed time per frame, averaged over its chunk
-    cpu_ms         processor time per frame, of all threads
+    cpu_ms         CPU time per frame, summed over all threads
     mbit_per_s     bit rate of the stream without its first frame, which is a key frame
     psnr_db        PSNR of the decoded frames over the samples of Y, Cb and Cr (4:2:0), from the
-                   mean square error over all frames
+                   mean squared error over all frames
     psnr_rgb_db    PSNR over R, G and B, which includes the loss of the conversion to 4:2:0
 
 If an encoder is not available on the machine, the result states why.
@@ -50,12 +50,12 @@ from vllm_omni.entrypoints.realtime.encoding.images import ImageEncoder, NvJpegE
 # T frames, H height, W width, C = 3 channels (RGB)
 
 WALK = ("w", "wl", "w", "wj", "l", "w", "a", "j")
-"""Keys of the walk, each of which is held for five latent frames, as in `village_in_browser.py`."""
+"""Keys of the walk, in order. Each is held for five latent frames."""
 LATENTS_PER_KEY = 5
 LATENT_S = 0.25
 SQUARE = (1.2, -4.0)
-"""Position at which the walk starts (x and z in metres). The position is that of the start image
-`square`, which looks north.
+"""Start position of the walk: x and z, in metres. It is the camera position of the `square` start
+image, in which the camera faces north.
 """
 QUALITY = 95
 
@@ -91,15 +91,15 @@ def render_walk(num_frames: int, fps: float, width: int, height: int) -> np.ndar
 
 
 def walk_frames(args: argparse.Namespace) -> np.ndarray:
-    """Return as many frames as `--frames` requests, either newly rendered or from the cache of an
-    earlier run.
+    """Return the walk's `--frames` frames forwards and then backwards. The frames are rendered, or
+    loaded from the cache of an earlier run.
     """
     file = args.cache / f"village_{args.width}x{args.height}_{args.fps:g}_{args.frames}.npy"
     if not file.exists():
         args.cache.mkdir(parents=True, exist_ok=True)
         np.save(file, render_walk(args.frames, args.fps, args.width, args.height))
     frames_THWC = np.load(file)
-    # The backward walk omits the two frames at which it turns around.
+    # The backward walk omits the last and the first frame, at which the walk turns around.
     return np.concatenate([frames_THWC, frames_THWC[-2:0:-1]])
 
 
@@ -107,11 +107,11 @@ def walk_frames(args: argparse.Namespace) -> np.ndarray:
 
 
 class StreamCandidate(StatelessEncoder):
-    """Encoder for an FFmpeg codec that this package does not serve. The codec is measured to decide
-    whether to serve it.
+    """Encoder for an FFmpeg codec that this package does not serve. The measurements help decide
+    whether to add the codec.
 
     Args:
-        codec: Name of the codec in FFmpeg.
+        codec: FFmpeg's name for the codec.
         options: Options that make the codec encode in real time.
     """
 
@@ -139,7 +139,7 @@ class StreamCandidate(StatelessEncoder):
 
 
 def encoders(fps: float, bits_per_s: int) -> dict[str, Callable[[], FrameEncoder]]:
-    """Return the constructors of all encoders, by name."""
+    """Return the constructors of all encoders, by encoder name."""
     svt = {"preset": "12", "svtav1-params": "pred-struct=1:rc=2:lp=2:lookahead=0"}
     vpx = {
         "deadline": "realtime",
@@ -204,7 +204,7 @@ def decoded(name: str, parts: list[EncodedPart]) -> Iterator[av.VideoFrame]:
 
 
 class Quality:
-    """Accumulates the mean square error over frames."""
+    """Accumulates the mean squared error over frames."""
 
     def __init__(self) -> None:
         self._sum, self._count = 0.0, 0
@@ -226,7 +226,7 @@ def measure(
     wall_ms, cpu_ms, parts = [], [], []
     try:
         encoder = create()
-        for _ in range(2):  # the second run excludes the construction of the encoder
+        for _ in range(2):  # the second run excludes the encoder's construction
             warm_up = StampedFrames(frames_THWC[:1], [FrameStamp(0, 0, 0)])
             (encoder if name in ("pillow", "nvjpeg") else create()).encode(warm_up)
         started_s = time.perf_counter()
@@ -244,8 +244,8 @@ def measure(
     if not parts:
         return {"missing": "the encoder delays all frames"}
     shown_by_yuv, shown_by_rgb, num_shown = Quality(), Quality(), 0
-    # A codec that starts with a delay decodes to fewer frames. Each frame is compared with its own
-    # source.
+    # If a codec starts with a delay, fewer frames are decoded. Each decoded frame is compared with
+    # its own source frame.
     for source_HWC, frame in zip(frames_THWC, decoded(name, parts), strict=False):
         source = av.VideoFrame.from_ndarray(source_HWC, format="rgb24")
         shown_by_yuv.add(planes(frame), planes(source))

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the overhead of the engine per chunk, in addition to the model.
+"""Measure the engine's overhead per chunk, which excludes the model's own time.
 
 The overhead consists of engine steps, transport of the result, and everything else between client
 and runner.
 
-A real engine serves a world that computes almost nothing; front end, EngineCore and worker are
-three processes. For every chunk of five denoise steps, the client measures the elapsed time from
-the request to the unpacked result, and subtracts the model's own time, which is reported for
-encode, denoise and decode.
+A real engine serves a world model that does almost no work. The front end and EngineCore are
+separate processes; with the `mp` executor, the worker is a third process. For every chunk of five
+denoise steps, the client measures the elapsed time from the request to the unpacked result, and
+subtracts the time that the engine reports for encode, denoise and decode.
 
 The same run also measures two baselines: five engine steps of stock vLLM (one pooling request of a
 tiny language model, minus the time of its forward passes), and one plain copy of the result's bytes
@@ -30,7 +30,7 @@ from typing import Any
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions for the stock worker
+os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # to send functions to workers
 
 sys.path.insert(0, str(Path(__file__).parent))
 import stock_engine
@@ -45,8 +45,8 @@ from common import (
 )
 
 SIZES = {"1.2 MB": (200, 168), "14.4 MB": (480, 832)}
-"""Height and width of the measured results. 12 RGB frames of these sizes take up 1.21 MB and 14.38
-MB.
+"""Height and width of the frames in each measured result. 12 RGB frames of these sizes take up 1.21
+MB and 14.38 MB.
 """
 TARGET_RATIO = 1.3
 
@@ -55,8 +55,8 @@ EXECUTORS = {
     "in-process": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
     "mp": "mp",
 }
-"""Executors that are measured. `in-process` is vLLM's default on one GPU, where the worker runs in
-the EngineCore process. `mp` uses one process per worker.
+"""Executors to measure. `in-process` is vLLM's default on one GPU, where the worker runs in the
+EngineCore process. `mp` uses one process per worker.
 """
 
 

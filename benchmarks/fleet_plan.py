@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute the number of GPUs, the moves and the network traffic that 100,000 live sessions need.
-The computation uses measured constants.
+"""Compute how many GPUs and moves, and how much traffic, 100,000 live sessions require.
 
-The result is shown in docs/architecture/scale.md. The time of a chunk and the size of a session
-were measured on one H200 (benchmarks/results). A session alternates between playing and idle
-periods, whose lengths are log-normal. `scheduler_simulator.py` replays these periods on eight GPUs
-with the deadline policy, in virtual time. For each of two strategies, the script searches for
-the largest number of sessions per GPU at which 99 % of the chunks are on time:
+The computation uses measured constants. docs/architecture/scale.md shows the result. The chunk time
+and the session size were measured on one H200 (benchmarks/results). A session alternates between
+playing and idle periods, whose lengths follow log-normal distributions. `scheduler_simulator.py`
+replays these periods on eight GPUs with the deadline policy, in virtual time. For each of two
+strategies, the script searches for the largest number of sessions per GPU at which 99 % of the
+chunks are on time:
 
 - `pinned`: a session stays on its GPU;
 - `moved`: after an idle period, a session continues on another GPU of its group if its own GPU is
-  full. A move transfers the snapshot of the session.
+  full. A move transfers the session's snapshot.
 
-Prices, the bit rate of a stream and the lengths of the periods are assumptions, which the options
-can change.
+Prices, the bit rate of a stream and the period lengths are assumptions that can be changed with
+options.
 
     python benchmarks/fleet_plan.py
 """
@@ -46,16 +46,18 @@ class Model:
     chunk_s: float
     """Time that the whole engine takes for a chunk, in seconds."""
     steps: int
-    """Number of denoise steps of a chunk."""
+    """Number of denoise steps per chunk."""
     session_bytes: int
     """Size of a session with a full window, in bytes."""
     source: str
     """File in benchmarks/results that contains the measurements."""
     frames: int = 12
-    """Number of video frames of a chunk."""
+    """Number of video frames per chunk."""
 
     def capacity(self, fps: float) -> int:
-        """Return how many streams one GPU can play if it serves them one after the other."""
+        """Return the number of streams that one GPU can play if it serves their chunks one after
+        another.
+        """
         return int(self.frames / fps / self.chunk_s)
 
 
@@ -79,7 +81,9 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Spell:
-    """Period in which one session plays, from `start_s` to `end_s` unless it has to wait."""
+    """Period during which one session plays, from `start_s` to `end_s`, or longer if the session
+    has to wait.
+    """
 
     session: int
     start_s: float
@@ -104,7 +108,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def spells(sessions: int, args: argparse.Namespace, rng: random.Random) -> list[Spell]:
     """Return the playing periods of all sessions within `SPAN_S` seconds, in chronological order.
-    Each session starts at a random point of its cycle.
+    At time 0, each session is at a random point of a random period.
     """
 
     def length_s(mean_s: float) -> float:
@@ -160,7 +164,7 @@ def on_time(model: Model, gpu: list[Spell], fps: float, seed: int) -> tuple[int,
 
 
 def measure(model: Model, per_gpu: int, moves: bool, args: argparse.Namespace) -> dict[str, float]:
-    """Return the share of chunks that are on time, and the number of moves per session and hour."""
+    """Return the share of chunks that are on time, and the number of moves per session per hour."""
     good = total = num_moves = 0
     for seed in range(args.seeds):
         rng = random.Random(seed)

@@ -12,33 +12,33 @@ The trace is replayed with and without suspending and moving sessions.
     # try it without a GPU
     python benchmarks/fleet_trace.py --model tiny --ways suspend --seconds 10 --play-s 3 --idle-s 3
 
-A viewer plays, is idle, plays again and leaves. The distributions of the trace follow published
-work. The times between two arrivals are gamma-distributed, with the shape that BurstGPT uses to
+A viewer plays, is idle, plays again and leaves. The trace's distributions follow published work.
+The times between arrivals are gamma-distributed, with the shape parameter that BurstGPT uses to
 generate bursts (arXiv 2401.17644, github.com/HPMLL/BurstGPT, `example/src/burstgpt/config.py`). The
-lengths of playing and idle periods are log-normal, with the widths that Veloso et al. measured for
-live streaming ("A Hierarchical Characterization of a Live Streaming Media Workload", IMC 2002). The
-means are options. The default means are shorter than those of real viewers, so that a trace of two
-minutes contains many periods.
+lengths of playing and idle periods are log-normally distributed, with the sigmas that Veloso et al.
+measured for live streaming ("A Hierarchical Characterization of a Live Streaming Media Workload",
+IMC 2002). The means are set by options. The default means are shorter than those measured for real
+viewers, so a two-minute trace contains many periods.
 
 Every viewer is a WebSocket client. The client requests its next chunk when the previous chunk has
 arrived and the chunk before that has started to play. A chunk is on time if it arrives before its
 predecessor has finished playing. The first chunk of each playing period has no deadline. The delay
-of the first chunk of a period is reported as `first_chunk_ms` at the start of a session and as
-`resumed_chunk_ms` after an idle period. A viewer that is refused tries again for `PATIENCE_S` and
-then leaves.
+of a period's first chunk is reported as `first_chunk_ms` at the start of a session and as
+`resumed_chunk_ms` after an idle period. A viewer that is refused retries for `PATIENCE_S` seconds
+and then leaves.
 
 The same trace is replayed with each of these strategies:
 
-- `pinned`: a session stays on its server and in the memory of its device;
-- `suspend`: idle sessions leave the memory of the device (`omni.suspend_idle_s`);
-- `rebalance`: `vllm-omni rebalance` moves sessions between the servers;
-- `both`.
+- `pinned`: a session stays on its server and in device memory;
+- `suspend`: idle sessions are moved out of device memory (`omni.suspend_idle_s`);
+- `rebalance`: `vllm-omni rebalance` moves sessions between servers;
+- `both`: `suspend` and `rebalance` together.
 
-`waited_for_core_percent` is the share of time in which the process that waited longest was ready to
-run but had no core. `playing_apart` is the difference in playing sessions between the servers with
-the most and the fewest of them, sampled once per second. `predicted_on_time_percent` is the
-prediction of scheduler_simulator.py if no viewer is refused. For this prediction, `fleet_plan.py`
-assigns the same playing periods to servers, without and with moves.
+`waited_for_core_percent` is the share of time for which the process that waited longest was ready
+to run but had no core. `playing_apart` is the difference between the highest and the lowest number
+of playing sessions per server, sampled once per second. `predicted_on_time_percent` is the
+percentage that scheduler_simulator.py predicts if no viewer is refused. For this prediction,
+`fleet_plan.py` assigns the same playing periods to servers, without and with moves.
 """
 
 import argparse
@@ -72,36 +72,36 @@ from realtime_clients import GENERATE_PATH
 from realtime_load import waited_s
 
 ARRIVAL_SHAPE = 0.5
-"""Shape of the gamma distribution of the times between arrivals. A shape of 1 gives a Poisson
-process.
+"""Shape parameter of the gamma distribution of the times between arrivals. A value of 1 gives a
+Poisson process.
 """
 PLAY_SIGMA, IDLE_SIGMA = 1.427, 1.321
-"""Sigma of the log-normal distributions of playing and idle periods."""
+"""Sigmas of the log-normal distributions of playing and idle periods, in this order."""
 WARM_UP_S = 120.0
-"""Seconds at the start of the trace that are left out, so that the replay starts with existing
+"""Number of seconds that are left out at the start of the trace, so the replay starts with existing
 sessions.
 """
 PATIENCE_S = 3.0
-"""Seconds for which a refused viewer tries again before it leaves."""
+"""Number of seconds for which a refused viewer retries before it leaves."""
 WAYS = {
     "pinned": (False, False),
     "suspend": (True, False),
     "rebalance": (False, True),
     "both": (True, True),
 }
-"""Strategy -> (whether sessions are suspended, whether sessions are moved)."""
+"""Maps each strategy to (whether sessions are suspended, whether sessions are moved)."""
 STEPS = 2
-"""Number of denoise steps of a chunk of the null model."""
+"""Number of denoise steps per chunk of the null world."""
 WAN_SESSION_BYTES, TINY_SESSION_BYTES = 1_886_702_400, 1_871_872
-"""Bytes of a session of causal Wan 1.3B at 480x832 with the `realtime` preset, and of the tiny
-model.
+"""Sizes in bytes of one session of causal Wan 1.3B (480x832, preset `realtime`) and of one session
+of the tiny model.
 """
 COUNTED = ("sessions", "suspended", "bytes", "suspended_bytes")
 
 
 @dataclass(frozen=True)
 class Visit:
-    """One viewer, with the start and the end of each playing period in seconds."""
+    """Visit of one viewer: the start and the end of each playing period, in seconds."""
 
     spells: tuple[tuple[float, float], ...]
 
@@ -167,7 +167,7 @@ def draw_trace(args: argparse.Namespace) -> list[Visit]:
 
 
 def most_at_once(spans: list[tuple[float, float]]) -> int:
-    """Return the largest number of spans that overlap at the same time."""
+    """Return the largest number of spans that overlap at any time."""
     changes = sorted([(end, -1) for _, end in spans] + [(start, 1) for start, _ in spans])
     level = most = 0
     for _, change in changes:
@@ -189,7 +189,7 @@ def describe(visits: list[Visit], args: argparse.Namespace) -> dict[str, Any]:
 
 
 def predict(visits: list[Visit], moves: bool, args: argparse.Namespace) -> float:
-    """Return the percentage of chunks that are on time in the simulator."""
+    """Return the percentage of chunks that are on time in the simulation."""
     model = fleet_plan.Model("null", args.chunk_s, STEPS, 0, "")
     spells = sorted(
         (fleet_plan.Spell(n, *spell) for n, visit in enumerate(visits) for spell in visit.spells),
@@ -204,7 +204,7 @@ def predict(visits: list[Visit], moves: bool, args: argparse.Namespace) -> float
 
 
 class RefusedError(Exception):
-    """The servers have no room for a new session."""
+    """Raised if the servers have no capacity for a new session."""
 
 
 @dataclass
@@ -222,14 +222,15 @@ class Tally:
     """Number of visits by outcome."""
     moves: int = 0
     late_in_moves: int = 0
-    """Number of late chunks that were requested again on another server."""
+    """Number of late chunks that were requested again on another server after a move."""
     retries: int = 0
-    """Number of requests that were sent again because the server had no room for the session."""
+    """Number of requests that were sent again because the server had no capacity for the session.
+    """
 
 
 class CameraClient:
-    """Client of one session of `/v1/realtime/world/camera`, which follows its session when a
-    `moved` message arrives.
+    """Client for one `/v1/realtime/world/camera` session. When a `moved` message arrives, the
+    client follows its session to the other server.
     """
 
     path = "/v1/realtime/world/camera"
@@ -290,10 +291,10 @@ class CameraClient:
         await self._send(self._request)
 
     async def chunk(self) -> int:
-        """Receive the requested chunk and return its number of frames.
+        """Receive the requested chunk and return the number of frames in it.
 
         Raises:
-            RefusedError: The server has no room for the session.
+            RefusedError: The server has no capacity for the session.
         """
         while True:
             message = await self._receive()
@@ -349,9 +350,9 @@ class CameraClient:
 
 
 class PromptClient(CameraClient):
-    """Client of one session of `/v1/realtime_video/generate`, for models without a camera.
+    """Client for one `/v1/realtime_video/generate` session, for models without a camera.
 
-    The client gives credit for one chunk at a time.
+    The client grants the server credit for one chunk at a time.
     """
 
     path = GENERATE_PATH
@@ -450,7 +451,7 @@ async def play(
     args: argparse.Namespace,
     tally: Tally,
 ) -> None:
-    """Play all periods of a visit. Frames that have not been shown when a period ends count as
+    """Play all periods of a visit. Frames that have not been shown by the end of a period count as
     shown.
     """
     loop = asyncio.get_running_loop()
@@ -488,7 +489,7 @@ class Fleet:
     ports: dict[str, int]
     file: Path
     pids: list[int] = field(default_factory=list)
-    """Ids of all processes of the servers."""
+    """Process ids of all server processes."""
 
     def read(self, name: str, path: str) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {KEY}"}
@@ -500,8 +501,8 @@ class Fleet:
 
 
 class AnyStatus(urllib.request.HTTPErrorProcessor):
-    """Returns responses with any status instead of raising an exception, because `/omni/ready`
-    responds with 503 when a server is full.
+    """Passes on responses with any status instead of raising an exception, because a full server
+    responds to `/omni/ready` with 503.
     """
 
     def http_response(self, request: Any, response: Any) -> Any:
@@ -588,8 +589,9 @@ def rebalancing(fleet: Fleet, args: argparse.Namespace) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def sampling(fleet: Fleet) -> AsyncIterator[list[dict[str, int]]]:
-    """Yield a list to which one sample per second is added: the sessions of all servers, and the
-    difference in playing sessions between the servers with the most and the fewest of them.
+    """Yield a list, and append one sample to it per second: the total session counts of all
+    servers, and the difference between the highest and the lowest number of playing sessions per
+    server.
     """
     samples: list[dict[str, int]] = []
 
@@ -618,7 +620,7 @@ async def replay(
     visits: list[Visit], port: int, fleet: Fleet, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Replay the trace once and return the measurements."""
-    # The first chunks of a server take longer, so every server is warmed up.
+    # A server's first chunks take longer, so every server is warmed up.
     warm_up = [Visit(((0.0, 4.0), (5.0, 7.0)))] * args.servers
     started_s = asyncio.get_running_loop().time()
     await asyncio.gather(*(watch(visit, started_s, port, args, Tally()) for visit in warm_up))
@@ -653,7 +655,7 @@ async def replay(
 
 
 def write_model(folder: Path, args: argparse.Namespace) -> Path:
-    """Write the checkpoint, and set the sizes of frames and sessions in `args`."""
+    """Write the checkpoint, and set the frame size and the session size in `args`."""
     if args.model == "null":
         from vllm_omni.testing.null.world.pipeline import LATENT_CHANNELS
         from vllm_omni.testing.tiny.null_world import make_tiny

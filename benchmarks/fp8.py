@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the time and error of FP8 weights.
+"""Measure the time and error of matrix products with FP8 weights.
 
-Time and error are measured for each kind of matrix product. The error of LingBot's latents is
-measured for each kind of layer.
+Each kind of matrix product is measured separately. The benchmark also measures the error in
+LingBot's latents when only one kind of layer uses FP8.
 
     # a LingBot chunk's products in bf16 and in every FP8 method
     python benchmarks/fp8.py products
@@ -15,8 +15,8 @@ measured for each kind of layer.
     python benchmarks/fp8.py latents --tiny --height 32 --width 48
 
 Errors are relative, |found - bf16| / |bf16|. All weights are random: `products` draws them from a
-normal distribution, and `latents` uses vLLM's dummy weights at full size, or the weights of the
-tiny checkpoint with `--tiny`. benchmarks/lingbot_world.py measures chunk times.
+normal distribution. `latents` uses vLLM's dummy weights at full size or, with `--tiny`, the tiny
+checkpoint's weights. benchmarks/lingbot_world.py measures chunk times.
 """
 
 import argparse
@@ -52,7 +52,7 @@ TEXT_TOKENS = 512
 
 
 def products(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure time and error of each kind of matrix product in this process."""
+    """Measure the time and error of each kind of matrix product in this process."""
     import torch
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -158,11 +158,11 @@ def product(kind: str, config: Any, device: Any, args: argparse.Namespace) -> di
 
 
 def stored(args: argparse.Namespace) -> dict[str, Any]:
-    """For each quantized fixture, measure the largest error of a layer that is computed in the
-    stored format, relative to the same layer with dequantized weights.
+    """For each quantized fixture, measure the largest error of any layer that runs in the stored
+    format, relative to the same layer with dequantized weights.
 
-    The layers of the fixtures are only 32 and 64 channels wide. A kernel that requires wider layers
-    is therefore reported as an error, which says nothing about layers of real sizes.
+    The fixtures' layers are only 32 and 64 channels wide. If a kernel requires wider layers, the
+    fixture's result is an error message, which says nothing about layers of real sizes.
     """
     import torch
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -200,8 +200,8 @@ def stored(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def stored_error(fixture: Path, device: Any) -> dict[str, Any]:
-    """Run the transformer of a fixture with vLLM's quantization method and with dequantized
-    weights, and return the largest error.
+    """Run each layer of a fixture's transformer with vLLM's quantization method and with
+    dequantized weights, and return the largest error.
     """
     import torch
     from vllm.model_executor.layers.linear import LinearBase
@@ -261,7 +261,9 @@ def timed(call: Callable[[], Any], device: Any, repeats: int = 20) -> float:
 
 
 async def latents(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure the errors of a session's first chunks, with a separate engine for each row."""
+    """Measure the errors in the latents of a session's first chunks, with a separate engine for
+    each row of the result.
+    """
     from lingbot_world import write_checkpoint
 
     from vllm_omni.model_executor.models.registry import get_family

@@ -6,9 +6,9 @@ but return each chunk when it is due, and sessions in another process that reque
 playback speed. Clients connect to the same server either directly or through HAProxy. The rounds
 alternate: direct, proxied, proxied, direct and so on. Each direct round is paired with the adjacent
 proxied round, because other load on the machine changes from minute to minute. `added_ms` contains
-the difference of each pair. `other_load` is the number of cores that other programs used during a
-round, and `waited_for_core_percent` is the share of a round in which a process was ready to run but
-had no core.
+the latency difference for each pair. `other_load` is the number of cores that other programs used
+during a round, and `waited_for_core_percent` is the share of a round during which a process was
+ready to run but had no core.
 
     python benchmarks/haproxy_latency.py
     python benchmarks/haproxy_latency.py --pairs 3 --seconds 8 --real-time

@@ -20,7 +20,7 @@ _WARM = 2
 
 @dataclass
 class Results:
-    """Results by part and candidate. Parts that would start after `seconds` are left out."""
+    """Results by part and candidate. Candidates that would start after `seconds` are left out."""
 
     seconds: float
     rows: dict[str, dict[str, Any]]
@@ -28,7 +28,7 @@ class Results:
     started: float
 
     def attempt(self, part: str, name: str, run: Callable[[], dict[str, Any]]) -> None:
-        """Run a candidate. A failure is recorded as the candidate's result, so that other
+        """Run a candidate. If the candidate fails, record the error in `failed`, so that other
         candidates still run.
         """
         spent = time.monotonic() - self.started
@@ -47,7 +47,7 @@ class Results:
 
 
 def milliseconds(run: Callable[[], Any], repeats: int = 7) -> float:
-    """Return the median time of one call on the device, after two calls that are not counted."""
+    """Return the median device time of one call, in milliseconds, after two warm-up calls."""
     for _ in range(_WARM):
         run()
     torch.cuda.synchronize()
@@ -63,8 +63,8 @@ def milliseconds(run: Callable[[], Any], repeats: int = 7) -> float:
 
 
 def timed(run: Callable[[], Any], *, flop: float = 0.0, nbytes: float = 0.0) -> dict[str, Any]:
-    """Return the median milliseconds of one call in a CUDA graph of several calls, and its rate. On
-    a CPU, the call runs once without being timed.
+    """Return the median milliseconds per call in a CUDA graph of several calls, and the call's
+    rate. On a CPU, the call runs once without being timed.
     """
     run()
     if not CUDA:
@@ -85,5 +85,5 @@ def timed(run: Callable[[], Any], *, flop: float = 0.0, nbytes: float = 0.0) -> 
 
 
 def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return |found - exact| / |exact|, rounded to four digits."""
+    """Return |found - exact| / |exact|, rounded to four significant digits."""
     return float(f"{((found.double() - exact.double()).norm() / exact.double().norm()).item():.3e}")

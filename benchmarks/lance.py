@@ -12,9 +12,9 @@ The benchmark measures images, edits, video, text responses and mixed load.
     # try it without a GPU
     python benchmarks/lance.py --tiny
 
-Random weights with the released shapes give the same times as trained weights. End-to-end times are
-measured by the client, from sending the request to the unpacked image. Stage times are device times
-that the runner reports.
+Random weights with the released shapes give the same times as trained weights. The client measures
+end-to-end times, from sending the request to unpacking the image. The runner reports stage times,
+which are device times.
 """
 
 import argparse
@@ -49,19 +49,20 @@ from common import (
 
 _VOCABULARY = 151_665
 TARGETS_S = {"1024x1024": 4.5, "768x768": 2.3}
-"""Target for the end-to-end time on one H200 by image size, in seconds, with 30 steps and guidance
-4.
+"""Target end-to-end time in seconds for each image size, on one H200 with 30 steps and guidance 4.
 """
 
 
 def write_checkpoint(root: Path, variant: str, layers: int) -> Path:
-    """Write a checkpoint of the released architecture without weights, for --load-format dummy."""
+    """Write a checkpoint without weights for the released architecture, to be loaded with
+    --load-format dummy.
+    """
     from vllm_omni.testing.tiny.lance import write_tokenizer
 
     folder = root / ("Lance_3B_Video" if variant == "video" else "Lance_3B")
     write_tokenizer(folder)
     # The tokenizer needs as many tokens as the released one, because the size of the last matrix
-    # product depends on it.
+    # product depends on the number of tokens.
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary, special = tokenizer["model"]["vocab"], tokenizer["added_tokens"]
     for number in range(_VOCABULARY - len(vocabulary) - len(special)):
@@ -83,7 +84,7 @@ class Client:
         self.image = torch.randint(0, 256, (768, 768, 3), dtype=torch.uint8, generator=generator)
 
     async def send(self, tensors: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
-        """Run one request, and return its seconds and the runner's stage times."""
+        """Run one request, and return its time in seconds and the runner's stage times."""
         from vllm_omni.inputs import DiffusionParams
 
         self._number += 1
@@ -120,8 +121,8 @@ class Client:
 
 
 async def repeated(call: Any, count: int) -> dict[str, Any]:
-    """Run a call several times in sequence, after one run that is not counted. Return the median
-    seconds and the stage times of the median run.
+    """Run a call several times in sequence, after one warm-up run. Return the median time in
+    seconds, and the stage times of the median run.
     """
     await call()
     runs = sorted([await call() for _ in range(count)], key=lambda run: float(run["seconds"]))
@@ -157,12 +158,12 @@ async def responses(client: Client, tokens: int) -> dict[str, Any]:
 async def batch_curve(
     client: Client, size: tuple[int, int], batches: list[int]
 ) -> list[dict[str, Any]]:
-    """Measure n equal image requests that run at the same time, relative to a single request if
-    `batches` contains 1.
+    """Measure the time of n identical, concurrent image requests for each n in `batches`. If
+    `batches` contains 1, the times are also given relative to one request.
     """
     curve: list[dict[str, Any]] = []
     for count in batches:
-        # The shapes of this batch size are compiled in this run.
+        # This run compiles the shapes for this batch size.
         await asyncio.gather(*(client.draw(*size) for _ in range(count)))
         start = time.perf_counter()
         await asyncio.gather(*(client.draw(*size) for _ in range(count)))
@@ -175,8 +176,8 @@ async def batch_curve(
 
 
 async def mixed_load(client: Client, size: tuple[int, int], tokens: int) -> dict[str, Any]:
-    """Compare the time of 4 image requests and 8 understanding requests that run concurrently with
-    the time of the same requests run one after another.
+    """Compare the time that 4 image requests and 8 understanding requests take concurrently with
+    the time that the same requests take one after another.
     """
     calls = [lambda: client.draw(*size)] * 4 + [lambda: client.read(tokens)] * 8
     await asyncio.gather(*(call() for call in calls))
@@ -197,7 +198,9 @@ async def mixed_load(client: Client, size: tuple[int, int], tokens: int) -> dict
 
 
 def measurements(client: Client, engine: Any) -> dict[str, Callable[[], Awaitable[Any]]]:
-    """Return the measurement of each section of the result, by name, most important first."""
+    """Return the functions that measure the sections of the result, keyed by section name, with the
+    most important section first.
+    """
     args = client.args
     large, small = ((128, 128), (64, 64)) if args.tiny else ((1024, 1024), (768, 768))
     video = (64, 96, 9) if args.tiny else (480, 768, 25)
@@ -232,7 +235,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     ranks = args.tensor_parallel
     options: dict[str, Any] = json.loads(args.model_options)
     if args.variant == "video" and not args.tiny:
-        # This is the measured length, so that the warm-up at startup takes no longer than
+        # The limit is the measured length, so the warm-up at startup takes no longer than
         # necessary.
         options.setdefault("max_num_frames", 25)
     if args.tiny:

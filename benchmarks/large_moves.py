@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Move a session of LingBot World 18.5B between two servers of one host, each with its own GPU.
+"""Move a LingBot World 18.5B session between two servers on one host, each with its own GPU.
 
     # FP8, 480x832, four steps; needs 20 GiB in /dev/shm
     python benchmarks/large_moves.py --quantization fp8_per_channel --kv-cache-dtype fp8
@@ -7,9 +7,8 @@
     python benchmarks/large_moves.py --tiny --moves 2 --chunks 4
 
 Random weights with the released shapes give the same times as trained weights. The servers share a
-directory in an in-memory file system, so that a session is copied while it plays. Like the web
-page, the client keeps two requests of one chunk each in flight and reconnects when its session
-moves.
+directory in an in-memory file system, so a session can be copied while it plays. Like the web page,
+the client keeps two one-chunk requests in flight and reconnects when its session moves.
 
 The pause is the time from the last frame before a move to the first frame after it, minus the
 median time between two chunks without moves. The frames are compared bit for bit with those of a
@@ -105,9 +104,7 @@ class LargePair(Servers):
         return self._folder / f"{name}.log"
 
     def timed(self) -> dict[str, list[str]]:
-        """Return the log records in which the servers report copies, by the name of the
-        measurement.
-        """
+        """Return the log records in which the servers report copies, by measurement and server."""
         found: dict[str, list[str]] = {}
         for name in NAMES:
             for line in self.log(name).read_text(errors="replace").splitlines():
@@ -117,8 +114,8 @@ class LargePair(Servers):
 
 
 class Walker(Player):
-    """A client that keeps two requests of one chunk each in flight and follows its session to the
-    other server.
+    """A client that keeps two one-chunk requests in flight and follows its session to the other
+    server.
     """
 
     def __init__(self, pair: LargePair, session_id: str, args: argparse.Namespace) -> None:

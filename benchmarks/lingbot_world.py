@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure LingBot World at full size with random weights in the real engine.
 
-The result contains chunk time, stage times and memory.
+The benchmark reports chunk times, stage times and memory.
 
     # one GPU, 480x832, window 18, sink 9
     python benchmarks/lingbot_world.py
@@ -12,13 +12,13 @@ The result contains chunk time, stage times and memory.
     # try it without a GPU
     python benchmarks/lingbot_world.py --tiny --height 64 --width 96 --eager
 
-Random weights with the released shapes give the same times as trained weights. A chunk has 12
-frames, and the first chunk has 9 (v2: 16 and 13). The steady state is the median over all chunks
-after the window is full. `time_to_first_frame_ms` is measured in the engine's first session.
-`later_first_frames` are measured in five more sessions, which run one after the other with
-different prompts. Stage times are device times that the runner reports. `--tiny` runs the small
-model of the tests, because the full model with few `--layers` still has its full width and its text
-encoder, which take up about 20 GiB.
+Random weights with the released shapes give the same times as trained weights. The first chunk has
+9 frames, and every later chunk has 12 (v2: 13 and 16). Steady-state values are medians over all
+chunks after the window is full. `time_to_first_frame_ms` is measured in the engine's first session.
+`later_first_frames` are measured in five more sessions, which run one after another with different
+prompts. The runner reports stage times, which are device times. `--tiny` runs the tests' small
+model, because even with few `--layers`, the full-width model and its text encoder take up about 20
+GiB.
 """
 
 import argparse
@@ -68,14 +68,14 @@ RELEASES: dict[str, dict[str, Any]] = {
         "num_frames_per_block": 4,
     },
 }
-"""Differences of each release from the architecture's defaults, as keys of the transformer's
+"""Each release's differences from the architecture's defaults, as entries of the transformer's
 `config.json`.
 """
 
 
 def write_checkpoint(root: Path, release: str, layers: int | None = None) -> None:
-    """Write a checkpoint directory of a released architecture without weights, for --load-format
-    dummy.
+    """Write a checkpoint directory without weights for a released architecture, to be loaded with
+    --load-format dummy.
     """
     from vllm_omni.testing.tiny.text_tokenizers import write_t5_tokenizer
 
@@ -101,8 +101,8 @@ def session_chunk(
     output: str,
     prompt: str = "a coast road in the evening",
 ) -> Callable[[int], Coroutine[Any, Any, dict[str, Any]]]:
-    """Return a function that runs a session's chunk by index and returns a record of its arrival
-    time, stage times, frames and digest.
+    """Return a function that runs the chunk with a given index and returns a record of the chunk's
+    arrival time, stage times, frames and digest.
     """
     import torch
 
@@ -144,8 +144,8 @@ def session_chunk(
 async def one_session(
     engine: Any, name: str, args: argparse.Namespace, chunks: int, output: str
 ) -> dict[str, Any]:
-    """Run the chunks of one session, each of which is requested while its predecessor is running.
-    Return the records of the chunks and the start time.
+    """Run the chunks of one session. Request each chunk while its predecessor is running. Return
+    the chunk records and the start time.
     """
     chunk = session_chunk(engine, name, args, output)
     start = time.perf_counter()

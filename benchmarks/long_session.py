@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that the chunk time and the memory of a session do not grow once its window is full.
+"""Check that a session's chunk time and memory do not grow once its window is full.
 
-Late chunks of a long session are compared with early ones.
+The last chunks of a long session are compared with its early chunks.
 
     python benchmarks/long_session.py                         # 200 chunks of the tiny world
     python benchmarks/long_session.py --chunks 500
 
-The script prints the median chunk time of the last ten chunks divided by that of chunks 20-30, and
-the session's bytes at both points, which must be equal.
+The script prints the median time of the last ten chunks divided by the median time of chunks 20-30.
+It also prints the session's size in bytes at both points; the two sizes must be equal.
 """
 
 import argparse

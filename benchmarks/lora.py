@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure LoRA adapters of causal Wan at full size with random weights: the cost of a chunk with
-adapters, and the cost of a switch.
+"""Measure LoRA adapters for causal Wan at full size with random weights: how much adapters add to
+the chunk time, and what switching adapters costs.
 
     # 1.3B, one GPU, 480x832, adapters of rank 64
     python benchmarks/lora.py
@@ -10,11 +10,12 @@ adapters, and the cost of a switch.
     python benchmarks/lora.py --size tiny --height 64 --width 96 --chunks 4 --warm-chunks 2 --rank 8
 
 Two engines run one after the other: the first without `--enable-lora`, and the second with it. The
-second engine runs streams with no adapter, one adapter and two adapters. The second engine then
-runs one stream that switches to an adapter in a slot, to another strength, to an adapter in host
-memory, to an adapter that must be read from its file, and to none. The cost of a switch is the time
-of its chunk minus that of the faster of the two chunks that follow. The adapters change every
-attention and feed-forward layer. Random adapters take the same time as trained ones.
+second engine runs streams with no adapter, one adapter and two adapters. It then runs one stream
+that switches to an adapter in a slot, to another strength, to an adapter in host memory, to an
+adapter that must be read from its file, and to no adapter. The cost of a switch is the time of the
+first chunk after the switch minus the time of the faster of the two chunks that follow it. The
+adapters change every attention and feed-forward layer. Random adapters take the same time as
+trained ones.
 """
 
 import argparse
@@ -51,7 +52,7 @@ from streaming_wan import SIZES, write_checkpoint
 
 NAMES = ("one", "two", "three", "four")
 SLOTS, KEPT = 2, 3
-"""Numbers of adapters in GPU slots and in host memory. Of the four adapters, two are in slots and
+"""Numbers of adapters in GPU slots and in host memory. Of the four adapters, two are in slots, and
 one more is only in host memory.
 """
 SWITCHES: tuple[tuple[str, list[tuple[str, float]]], ...] = (
@@ -67,7 +68,9 @@ SWITCHES: tuple[tuple[str, list[tuple[str, float]]], ...] = (
 
 
 def write_adapter(path: Path, checkpoint: Path, rank: int, seed: int) -> int:
-    """Write a random bf16 adapter for every layer of the blocks, and return its size in bytes."""
+    """Write a random bf16 adapter for every layer in the blocks, and return the adapter's size in
+    bytes.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -93,7 +96,7 @@ def write_adapter(path: Path, checkpoint: Path, rank: int, seed: int) -> int:
 async def measure(
     engine: Any, args: argparse.Namespace, name: str, choice: list[tuple[str, float]]
 ) -> dict[str, Any]:
-    """Measure a stream in which all chunks use the same adapters."""
+    """Measure a stream whose chunks all use the same adapters."""
 
     def request(session: str, index: int) -> tuple[dict[str, Any], Any]:
         return fields_of(args, index, choice if index == 0 else None), None
@@ -105,8 +108,8 @@ async def measure(
 
 
 async def switch(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Run one stream that switches adapters at every third chunk after its warm-up. Return how many
-    milliseconds each switch costs, compared with the chunks that follow it.
+    """Run one stream that switches adapters at every third chunk after its warm-up. Return the cost
+    of each switch in milliseconds, compared with the chunks that follow it.
     """
     plan: dict[int, tuple[str, list[tuple[str, float]]]] = {
         args.warm_chunks + 3 * number: step for number, step in enumerate(SWITCHES)
@@ -196,7 +199,7 @@ async def run(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             "two": await measure(engine, args, "two", [("one", 1.0), ("two", 0.5)]),
             "none again": await measure(engine, args, "again", []),
         }
-        for name in ("four", "three", "two", "one"):  # the last ones stay in slots or on the host
+        for name in ("four", "three", "two", "one"):  # the last three stay in slots or host memory
             short = argparse.Namespace(**{**vars(args), "chunks": 3, "warm_chunks": 1})
             await measure(engine, short, name, [(name, 1.0)])
         switches = await switch(engine, args)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure Matrix-Game 2.0 at full size with random weights in the real engine.
 
-The result contains frames per second, the time to the first frame, and stage times.
+The benchmark reports frames per second, the time to the first frame, and stage times.
 
     # universal, one GPU, 352x640, window 6, 3 steps
     python benchmarks/matrix_game.py
@@ -11,11 +11,11 @@ The result contains frames per second, the time to the first frame, and stage ti
     # try it without a GPU
     python benchmarks/matrix_game.py --tiny --height 64 --width 96 --eager --chunks 8
 
-Random weights with the released shapes give the same times as trained weights. The steady state is
-the median over all chunks after the window is full. Chunks are measured end to end, from the
-controls to the uint8 frames, and each chunk is requested while its predecessor is running. The
-exact VAE decodes the frames unless the options select another decoder. The authors of the model
-report 25 frames per second on an H100.
+Random weights with the released shapes give the same times as trained weights. Steady-state values
+are medians over all chunks after the window is full. Chunks are measured end to end, from the
+controls to the uint8 frames. Each chunk is requested while its predecessor is running. The exact
+VAE decodes the frames unless the options select another decoder. The model's authors report 25
+frames per second on an H100.
 """
 
 import argparse
@@ -55,8 +55,8 @@ _LAYOUTS = {"universal": "original", "gta_drive": "original_gta", "templerun": "
 
 
 def write_checkpoint(root: Path, variant: str) -> None:
-    """Write a checkpoint directory of a released architecture without weights, for --load-format
-    dummy.
+    """Write a checkpoint directory without weights for a released architecture, to be loaded with
+    --load-format dummy.
     """
     from vllm_omni.model_executor.models.matrix_game.checkpoint import FOLDERS
     from vllm_omni.model_executor.models.matrix_game.config import VARIANTS
@@ -72,8 +72,8 @@ def write_checkpoint(root: Path, variant: str) -> None:
 def session_chunk(
     engine: Any, name: str, args: argparse.Namespace
 ) -> Callable[[int], Coroutine[Any, Any, dict[str, Any]]]:
-    """Return a function that runs a session's chunk by index and returns a record of its arrival
-    time, stage times and frames.
+    """Return a function that runs the chunk with a given index and returns a record of the chunk's
+    arrival time, stage times and frames.
     """
     import torch
 
@@ -109,7 +109,7 @@ def session_chunk(
 
 
 async def play(engine: Any, name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run the chunks of one session, and return the stage times and the arrival time of each."""
+    """Run the chunks of one session, and return each chunk's stage times and arrival time."""
     chunk = session_chunk(engine, name, args)
     start = time.perf_counter()
     pending = [asyncio.create_task(chunk(0))]

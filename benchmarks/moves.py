@@ -4,16 +4,16 @@
     # 1,000 moves and 50 kills, on two quiet CPU cores
     python benchmarks/moves.py --moves 1000 --kills 50
 
-The client plays in the same way as the web page: while a request for one chunk is running, a second
-such request is queued. The session moves after every second chunk. The pause is the time from the
-last frame before a move to the first frame after it, minus the usual time between two chunks, which
-is measured without moves. The frames are compared bit for bit with those of a session that did not
-move.
+The client plays in the same way as the web page: while one request for a chunk is running, the next
+request is queued. The session moves after every second chunk. The pause is the time from the last
+frame before a move to the first frame after it, minus the median time between two chunks without
+moves. The frames are compared bit for bit with those of a session that did not move.
 
-A kill ends all processes of one server with SIGKILL at a random moment of a move. The server is
-then started again, and the live copies of the session are counted. A live session must continue, so
-its next chunk is compared with that of a session that did not move. Kills after the end of a move
-are reported but not counted. SIGTERM or Ctrl-C stops the kills and saves the result.
+A kill terminates all processes of one server with SIGKILL at a random moment during a move. The
+server is then started again, and the live copies of the session are counted. A live session must
+continue correctly, so its next chunk is compared with the same chunk of a session that did not
+move. Kills after the end of a move are reported but not counted. On SIGTERM or Ctrl-C, the script
+stops killing servers and saves the result.
 """
 
 import argparse
@@ -45,11 +45,11 @@ HEIGHT, WIDTH = 96, 160
 NAMES = ("a", "b")
 MAX_SESSIONS = 16
 SETTLED_S = 17.0
-"""Seconds after a kill within which both servers end a move that was in progress."""
+"""Number of seconds after a kill within which both servers settle a move that was in progress."""
 
 
 class Servers:
-    """Several servers of one model that move sessions from one server to another.
+    """Several servers that serve the same model and move sessions between each other.
 
     Args:
         folder: Directory for the logs and for the file that lists the servers.
@@ -85,7 +85,7 @@ class Servers:
         return f"http://127.0.0.1:{self.ports[name]}"
 
     def kept(self, name: str) -> Path:
-        """Return the directory for snapshots of a server that remain after the server has ended."""
+        """Return the directory for a server's snapshots, which remain after the server stops."""
         return self._folder / f"kept-{name}"
 
     def start(self, *names: str) -> None:
@@ -110,7 +110,7 @@ class Servers:
         self._stacks[name].close()
 
     def drain(self, name: str) -> float:
-        """Stop a server with SIGTERM, and return the seconds that it takes to end."""
+        """Stop a server with SIGTERM, and return the number of seconds that it takes to exit."""
         popen, started_s = self.processes[name].popen, time.monotonic()
         popen.terminate()
         assert popen.wait(120) == 0
@@ -134,7 +134,7 @@ class Servers:
             return refused.code, json.load(refused)
 
     def live(self, session_id: str) -> list[str]:
-        """Return the servers on which a session is live."""
+        """Return the names of the servers where a session is live."""
         found = []
         for name in self.ports:
             _, reply = self.call(name, "GET", "/omni/sessions")
@@ -160,8 +160,8 @@ class Servers:
 
 
 class Player:
-    """A client that keeps two requests of one chunk each in flight and follows its session to the
-    other server.
+    """A client that keeps two one-chunk requests in flight and follows its session to the other
+    server.
     """
 
     def __init__(self, pair: Servers, session_id: str) -> None:
@@ -217,8 +217,8 @@ class Player:
         self._send(message)
 
     def chunk(self) -> tuple[int, str, float]:
-        """Receive one chunk. Return its number, the digest of its frames, and the time of its first
-        frame.
+        """Receive one chunk. Return its index, the digest of its frames, and the arrival time of
+        its first frame.
         """
         digest, first_s = hashlib.sha256(), None
         while True:
@@ -265,7 +265,7 @@ class Mover:
     Args:
         pair: The two servers.
         session_id: Id of the session.
-        where: Name of the server on which the session is live.
+        where: Name of the server where the session is live.
     """
 
     def __init__(self, pair: Servers, session_id: str, where: str) -> None:
@@ -285,7 +285,7 @@ class Mover:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until the last started move ends."""
+        """Wait until the most recently started move ends."""
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -299,8 +299,8 @@ class Mover:
 
 
 def play(pair: Servers, num_chunks: int, *, moves: bool) -> dict[str, Any]:
-    """Play a session. With `moves`, the session moves as soon as its client has followed the last
-    move.
+    """Play a session. If `moves` is set, start the next move as soon as the client has followed the
+    last one.
     """
     player = Player(pair, f"walk-{uuid.uuid4().hex}")
     mover = Mover(pair, player.session_id, player.server)
@@ -329,7 +329,7 @@ def play(pair: Servers, num_chunks: int, *, moves: bool) -> dict[str, Any]:
 
 def measure_moves(pair: Servers, num_moves: int) -> dict[str, Any]:
     """Play once without moves and once with moves, and compare the frames."""
-    num_chunks = 2 * num_moves + 2  # the client follows during every second chunk
+    num_chunks = 2 * num_moves + 2  # the client follows a move during every second chunk
     still = play(pair, num_chunks, moves=False)
     chunk_ms = statistics.median(still["gaps_ms"])
     moved = play(pair, num_chunks, moves=True)
@@ -354,8 +354,8 @@ def measure_moves(pair: Servers, num_moves: int) -> dict[str, Any]:
 
 
 def measure_kills(pair: Servers, num_kills: int) -> dict[str, Any]:
-    """Kill the two servers alternately, at random moments of a move, and count the live copies of
-    the session.
+    """Kill the two servers alternately, at random moments during moves, and count the live copies
+    of each session.
     """
     chance, results, late = random.Random(1), Counter[str](), Counter[str]()
     for stop in (signal.SIGTERM, signal.SIGINT):  # shells make background programs ignore SIGINT
@@ -371,7 +371,7 @@ def measure_kills(pair: Servers, num_kills: int) -> dict[str, Any]:
             where, is_late = _kill(pair, f"kill-{number}", victim, still, chance, move_s)
             (late if is_late else results)[f"killed {victim}: {where}"] += 1
             print(number, victim, where, "late" * is_late, flush=True)
-            move_s *= 0.8 if is_late else 1.1  # adapts to the changing load of the machine
+            move_s *= 0.8 if is_late else 1.1  # adapts to the machine's changing load
     return {
         "kills": sum(results.values()),
         "median_move_ms": median_ms,

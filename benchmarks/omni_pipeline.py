@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the time to the first text and to the first audio of a speech model.
+"""Measure a speech model's time to the first text and to the first audio.
 
-Three real engines serve the model, and the result states where the time is spent.
+Three real engines serve the model. The result states where the time is spent.
 
     # a tiny random model: engines, transport and queues
     python benchmarks/omni_pipeline.py --requests 20
@@ -12,10 +12,10 @@ Three real engines serve the model, and the result states where the time is spen
 
 The real-time factor is the time from a request's arrival to its last audio, divided by the duration
 of the audio. A factor below 1 means that audio is generated faster than it is played. `silence` is
-the total time for which a listener, who starts with the first audio chunk, waits for later chunks.
-Random weights with the released shapes give the same times as trained weights. The length of a
-response is set by options (`--reply-tokens`, `--codes`), because a random model does not end its
-speech.
+the total time that a listener waits for later chunks if playback starts as soon as the first audio
+chunk arrives. Random weights with the released shapes give the same times as trained weights. The
+length of a response is set by options (`--reply-tokens`, `--codes`), because a random model does
+not end its speech.
 """
 
 import argparse
@@ -82,7 +82,7 @@ RELEASED: dict[str, Any] = {
             "emb_dim": 512,
             "look_ahead_layers": [10],
             "look_backward_layers": [0, 20],
-            "num_embeds": 8448,  # released: 8193; an untrained talker says its control codes too
+            "num_embeds": 8448,  # released: 8193; an untrained talker also generates control codes
             "mel_dim": 80,
             "enc_emb_dim": 192,
             "enc_dim": 128,
@@ -93,19 +93,19 @@ RELEASED: dict[str, Any] = {
         "bigvgan_config": {"mel_dim": 80, "upsample_initial_channel": 1536},
     },
 }
-"""Sizes of Qwen2.5-Omni 7B, which replace those in the tiny checkpoint's config. Token ids remain
-those of the tiny tokenizer.
+"""Sizes of Qwen2.5-Omni 7B, which replace the sizes in the tiny checkpoint's config. The token ids
+of the tiny tokenizer are retained.
 """
 REFERENCE_FRAMES = 300
 """Number of mel frames in the reference audio of a voice."""
 
 
 def write_full_size(out: Path, sizes: dict[str, Any]) -> None:
-    """Write a checkpoint of the given sizes without weights. The engines generate the weights
-    (`--load-format dummy`).
+    """Write a checkpoint with the given sizes. The engines generate the weights (`--load-format
+    dummy`).
 
-    Only the two embedding tables that the process between the engines reads are written. All other
-    files are those of the tiny checkpoint.
+    The only weights written are the two embedding tables that the process between the engines
+    reads. All other files come from the tiny checkpoint.
     """
     import torch
     from safetensors.torch import save_file
@@ -136,7 +136,7 @@ def write_full_size(out: Path, sizes: dict[str, Any]) -> None:
 
 
 def _table(rows: int, width: int) -> Any:
-    """Return a random table with repeated rows, because drawing half a billion different values
+    """Return a random table with repeated rows, because generating half a billion different values
     would take the host many seconds.
     """
     import torch
@@ -146,8 +146,8 @@ def _table(rows: int, width: int) -> Any:
 
 
 def _merged(config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
-    """Merge `sizes` into `config`, and remove the fields that a config class derived from the
-    previous sizes.
+    """Merge `sizes` into `config`, and remove the fields that a config class has derived from the
+    old sizes.
     """
     merged = {
         name: value
@@ -160,8 +160,8 @@ def _merged(config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 class Listener:
-    """Measures the audio of a request, and the silence that a listener hears if the audio is played
-    as it arrives.
+    """Measures a request's audio, and the silence that a listener hears if the audio is played as
+    it arrives.
     """
 
     def __init__(self) -> None:

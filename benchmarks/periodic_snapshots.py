@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure how much periodic snapshots (`omni.snapshot_period_s`) slow down the chunks of a session.
+"""Measure how much periodic snapshots (`omni.snapshot_period_s`) slow down a session's chunks.
 
     # the tiny LingBot World on this machine
     python benchmarks/periodic_snapshots.py
     python benchmarks/periodic_snapshots.py --height 480 --width 832     # the same with more bytes
 
-One session runs in the real engine without a pause, while the endpoints' own loop
-(`PeriodicSnapshots`) saves it. Blocks of equal length run in pairs, without and with snapshots, and
-the order alternates from pair to pair. Snapshots every 5 s would cost less than the random
-difference between two blocks. The session is therefore saved far more often, the difference of each
-pair is divided by its number of snapshots, and the slowdown for `--period-s` is computed from this
-cost per snapshot. Processor time is summed over all processes. Unlike elapsed time, processor time
-hardly depends on other load on the machine.
+One session runs in the real engine without pauses, while the endpoints' own loop
+(`PeriodicSnapshots`) saves the session. Blocks of equal length run in pairs, one without and one
+with snapshots, and the order alternates from pair to pair. Snapshots every 5 s would cost less than
+the random difference between two blocks. The session is therefore saved far more often. The
+difference between a pair's blocks is divided by the number of snapshots, and the slowdown for
+`--period-s` is computed from this cost per snapshot. CPU time is summed over all processes. Unlike
+elapsed time, CPU time hardly depends on other load on the machine.
 """
 
 import argparse
@@ -37,7 +37,7 @@ TARGET_GROWTH_PERCENT = 2.0
 
 
 def processor_s() -> float:
-    """Return the processor seconds of this process and all its children."""
+    """Return the CPU time of this process and all its children, in seconds."""
     own = psutil.Process()
     spent = [process.cpu_times() for process in (own, *own.children(recursive=True))]
     return sum(times.user + times.system for times in spent)
@@ -144,8 +144,8 @@ async def run(model: Path, folder: Path, args: argparse.Namespace) -> dict[str, 
 
 
 def cost_of_one(pairs: list[dict[str, Any]], name: str, period_s: float) -> dict[str, float]:
-    """Return the milliseconds that one snapshot adds, over all pairs of blocks, and the growth of
-    chunk time with one snapshot per `period_s`.
+    """Compute, from all pairs of blocks, the milliseconds that one snapshot adds, and the growth in
+    chunk time if there is one snapshot every `period_s` seconds.
 
     In the result, `standard_error` is the standard error of the mean, and `growth_percent_at_most`
     is the growth for the mean plus two standard errors.
@@ -157,7 +157,7 @@ def cost_of_one(pairs: list[dict[str, Any]], name: str, period_s: float) -> dict
         for pair in pairs
     ]
     mean, error = statistics.mean(costs), statistics.stdev(costs) / len(costs) ** 0.5
-    # Chunks run without a pause, so `busy` is the processor time per elapsed time.
+    # Chunks run without pauses, so `busy` is the CPU time divided by the elapsed time.
     busy = statistics.median(pair["without"][name] / pair["without"]["wall_ms"] for pair in pairs)
     share_percent = 100 / (period_s * 1e3 * busy)
     return {

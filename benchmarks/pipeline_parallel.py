@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the end-to-end frames per second of one or several streams, with every supported way to
-split a model over several GPUs.
+"""Measure the end-to-end frame rate of one or several streams, for every supported way to split a
+model across several GPUs.
 
     python benchmarks/pipeline_parallel.py --model causal_wan_1_3b \\
         --rows one_gpu vae_stage ulysses pp2
@@ -11,16 +11,16 @@ split a model over several GPUs.
     # try it without a GPU
     python benchmarks/pipeline_parallel.py --tiny
 
-Random weights with the released shapes give the same times as trained weights. Each chunk has
-480x832 pixels, four denoise steps, a clean-context pass and the exact VAE decode. Chunks are
-measured end to end, from the request to the uint8 frames. Each row uses a separate engine and is
-saved as soon as it is complete. Rows of an earlier run with the same name on the same day remain in
-the file. A session requests its next chunk while the previous chunk is running. The steady state is
-the median over all chunks after the window is full. `latents_digests` are digests of the latents of
-a stream's first two chunks. Rows with the same arithmetic (one GPU, pipeline stages, a VAE stage)
-must have equal digests. Rows with different steps or a different number of ranks within a stage
-have different digests. (Frames cannot be compared instead, because a decoder with random weights
-turns all latents into the same grey.)
+Random weights with the released shapes give the same times as trained weights. Each chunk is
+generated at 480x832 with four denoise steps, a clean-context pass and the exact VAE decode. Chunks
+are measured end to end, from the request to the uint8 frames. Each row uses a separate engine and
+is saved as soon as it is complete. Rows that an earlier run on the same day wrote to the same
+result file are retained. A session requests its next chunk while the previous chunk is running.
+Steady-state values are medians over all chunks after the window is full. `latents_digests` are the
+digests of the latents of a stream's first two chunks. Rows with the same arithmetic (one GPU,
+pipeline stages, a VAE stage) must have equal digests. Rows with different steps or a different
+number of ranks within a stage have different digests. (Frames cannot be compared instead, because a
+decoder with random weights turns all latents into the same grey.)
 """
 
 import argparse
@@ -67,13 +67,13 @@ from common import (
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One way to use the GPUs. Each stage has `ranks` ranks, which share every layer by sequence
-    parallelism (Ulysses) or, without `sequence`, by tensor parallelism. With `vae_parallel` they
-    also share the decode. Without `vae_parallel`, only the first of these ranks decodes. `replicas`
-    is the number of data-parallel copies over which `sessions` are spread.
+    """One way to use the GPUs. Each stage has `ranks` ranks, which split every layer with sequence
+    parallelism (Ulysses) or, if `sequence` is False, with tensor parallelism. If `vae_parallel` is
+    set, the ranks also split the decode. Otherwise, only the first of these ranks decodes.
+    `replicas` is the number of data-parallel copies across which the `sessions` streams are spread.
 
-    If `matched_steps` is not 0, the stream is noise-matched (causal Wan) with this number of
-    denoise steps and has `chunks_in_flight` chunks in flight. If it is 0, the model uses its own
+    If `matched_steps` is not 0, the stream uses causal Wan's noise-matched cache and this number of
+    denoise steps, and keeps `chunks_in_flight` chunks in flight. If it is 0, the model uses its own
     cache and steps. With `temporal`, each stage runs one of the steps.
     """
 
@@ -157,7 +157,7 @@ ROWS = {
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A model to measure. `write` creates the checkpoint directory without weights, `options` are
-    the options under `omni.model`, and `fields` are the fields of every request.
+    the options under `omni.model`, and `fields` are the fields that every request contains.
     """
 
     write: Callable[[Path], None]
@@ -193,7 +193,7 @@ SHARED_GPUS = {
 
 class RankClient:
     """Client for one data-parallel rank of an engine. The client calls `add_request`, because
-    vLLM's `encode` takes no rank.
+    vLLM's `encode` has no argument for the rank.
     """
 
     def __init__(self, engine: Any, rank: int) -> None:
@@ -330,7 +330,7 @@ async def measure(
 
 
 def earlier_rows(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the rows that today's result file of this name already contains."""
+    """Return the rows that today's result file with this name already contains."""
     path = args.out / f"{datetime.datetime.now(datetime.UTC).date().isoformat()}_{name}.json"
     return (
         json.loads(path.read_text())["result"]["rows"] if path.exists() and not args.no_save else {}
@@ -338,11 +338,11 @@ def earlier_rows(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def fits(row: Row, model: Model) -> bool:
-    """Whether the machine has enough GPUs for a row. Without GPUs, at most two ranks are allowed,
-    because the processor cannot run more.
+    """Return whether the machine has enough GPUs for a row. Without GPUs, at most two ranks are
+    allowed, because the CPU cannot run more.
 
-    The result is also False if the row is noise-matched and the model does not support
-    noise-matched streams.
+    Also return False if the row is noise-matched and the model does not support noise-matched
+    streams.
     """
     import torch
 
@@ -402,8 +402,8 @@ def main() -> None:
                 rows[row_name] = asyncio.run(
                     measure(model, Path(folder) / "model", ROWS[row_name], traces, args)
                 )
-            # A row that cannot run (for example because of memory or a refusal) must not prevent
-            # the other rows.
+            # A row that cannot run (for example because memory is insufficient or the options are
+            # rejected) must not prevent the other rows.
             except Exception as error:
                 rows[row_name] = {
                     **dataclasses.asdict(ROWS[row_name]),

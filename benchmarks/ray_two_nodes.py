@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare LingBot World over Ray with vLLM's own processes.
+"""Compare running LingBot World on Ray with running it in vLLM's own processes.
 
 One machine with two GPUs acts as two Ray nodes.
 
@@ -7,17 +7,17 @@ One machine with two GPUs acts as two Ray nodes.
     # the tiny model, to try the script
     python benchmarks/ray_two_nodes.py --no-gpu -- --chunks 4 --warm-chunks 2
 
-Each GPU belongs to a separate Ray node, so two ranks are on two nodes. Control messages are sent
-over TCP, and tensors over NCCL. The script runs benchmarks/lingbot_world.py once for each executor
-and each way to split the model, with the arguments after `--`. The latents of both executors must
-be equal bit for bit. The script needs the `[ray]` extra.
+Each GPU belongs to a separate Ray node, so the two ranks run on two nodes. Control messages are
+sent over TCP, and tensors over NCCL. For each executor and each way to split the model, the script
+runs benchmarks/lingbot_world.py once, with the arguments after `--`. The latents from both
+executors must be bit-identical. The script needs the `[ray]` extra.
 
-vLLM detects that these nodes, unlike real ones, are on one machine: ranks that share memory try
-single-machine all-reduce implementations, for which each rank must see the other's GPU. In this
-benchmark, both executors therefore use only NCCL's all-reduce. Ray's memory monitor is off, because
-it kills workers based on the kernel's total memory. Two nodes on one machine share this memory, and
-on a virtual machine the total may grow only as memory is used. The script needs no network: on a
-machine without one, the nodes communicate over 127.0.0.1.
+vLLM detects that these nodes, unlike real nodes, are on one machine: ranks that share memory try
+single-machine all-reduce implementations, which require each rank to see the other rank's GPU. In
+this benchmark, both executors therefore use only NCCL's all-reduce. Ray's memory monitor is off,
+because it kills workers based on the kernel's total memory. Two nodes on one machine share this
+memory, and on a virtual machine the total may grow only as memory is used. The script needs no
+network: on a machine without a network, the nodes communicate over 127.0.0.1.
 """
 
 import argparse
@@ -51,8 +51,8 @@ fill 24 GiB of host memory even with only two layers.
 """
 
 OBJECT_STORE_BYTES = 96 << 20
-"""Size of Ray's object store. The object store can be small, because vLLM's executor sends only its
-configuration through the object store.
+"""Size of Ray's object store. The store can be small, because vLLM's executor sends only its
+configuration through it.
 """
 
 ERROR = re.compile(r"Error\b|Exception\b|assert|\bkilled\b|SIGSEGV|out of memory", re.IGNORECASE)
@@ -61,8 +61,8 @@ ERROR = re.compile(r"Error\b|Exception\b|assert|\bkilled\b|SIGSEGV|out of memory
 def start_nodes(on_gpus: bool, folder: Path) -> Any:
     """Start two Ray nodes with one GPU each (or, without GPUs, with one worker slot each).
 
-    Sockets and logs are written to `folder`. The path of this folder must be short, because the
-    path of a socket may have at most 107 characters.
+    Sockets and logs are written to `folder`. This folder's path must be short, because a socket
+    path can have at most 107 characters.
     """
     node = {
         "num_cpus": 4,
@@ -97,8 +97,8 @@ def start_nodes(on_gpus: bool, folder: Path) -> Any:
 
 
 def ray_errors(folder: Path, since: float) -> str:
-    """Return excerpts of Ray's logs that were written to after the time `since` and contain an
-    error: the lines around the first error and the last lines.
+    """Return excerpts from Ray logs that were modified after the time `since` and contain an error:
+    the lines around the first error, and the last lines.
     """
     parts = []
     for path in sorted(folder.glob("ray/session_latest/logs/*")):
@@ -112,8 +112,8 @@ def ray_errors(folder: Path, since: float) -> str:
 
 
 def dump_stacks(group: int, cluster: Any) -> None:
-    """End the hanging processes (engine and Ray workers) with SIGABRT, so that each logs its
-    stack.
+    """Abort the hanging processes (engine and Ray workers) with SIGABRT, so that each process logs
+    its stack.
     """
     os.killpg(group, signal.SIGABRT)
     for node in cluster.list_all_nodes():
@@ -128,7 +128,9 @@ def dump_stacks(group: int, cluster: Any) -> None:
 def measure(
     run: str, executor: str, more: list[str], cluster: Any, timeout_s: float, ray_folder: Path
 ) -> dict[str, Any]:
-    """Run lingbot_world.py once. Return its result, or how it ended ("timeout" if it hung)."""
+    """Run lingbot_world.py once. Return its result or, if it fails, how it ended ("timeout" if it
+    hung).
+    """
     started = time.time()
     script = Path(__file__).with_name("lingbot_world.py")
     with tempfile.TemporaryDirectory() as folder:
@@ -158,7 +160,7 @@ def measure(
                 ended: int | str = process.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 dump_stacks(process.pid, cluster)
-                # This also ends the engine's processes. Ray ends its own processes.
+                # This also kills the engine's processes. Ray stops its own processes.
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 ended = "timeout"

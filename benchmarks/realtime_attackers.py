@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attackers for realtime_load.py and served_attacks.py: sockets that reconnect whenever they are
-closed.
+"""Attackers for realtime_load.py and served_attacks.py: sockets that reconnect whenever the server
+closes them.
 
 The process is killed when the measurement ends. The attackers connect from a different address than
-the other clients. Attacks on any server are `fragments` (a million fragments of one byte), `pings`
-(400,000 pings) and `values` (messages with 260,000 msgpack values). Attacks on a complete server,
-which need the `path` of a live session's snapshot, are `tensors` (uploads that name 1.12 million or
-40,000 empty tensors), `downloads` (clients that request the snapshot and do not read it) and
-`drips` (bodies that send one byte per second). `program` is not an attack: it only uses processor
-time, as another program on the machine might.
+the other clients. Three attacks work on any server: `fragments` (a million one-byte fragments),
+`pings` (400,000 pings) and `values` (messages that contain 260,000 msgpack values). The other three
+attacks need a complete server and the `path` of a live session's snapshot: `tensors` (uploads that
+name 1.12 million or 40,000 empty tensors), `downloads` (clients that request the snapshot and do
+not read it) and `drips` (request bodies sent at one byte per second). `program` is not an attack:
+it only uses CPU time, as another program on the machine might.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ from vllm_omni.entrypoints.loopback import open_loopback
 
 _HOST, _OWN_ADDRESS = "127.0.0.1", "127.0.0.2"
 _MASK = bytes(4)
-"""Mask of client frames. A mask of zeroes leaves the payload unchanged."""
+"""Mask for client frames. A mask of zeros leaves the payload as it is."""
 _AGAIN_S = 0.25
 _DRIP_S = 1.0
 _SMALL_BUFFER = 4096
-"""Receive buffer in bytes of a client that never reads. The buffer is small, so that the rest of
-the response waits at the server.
+"""Receive buffer size in bytes for a client that never reads. The buffer is small, so most of the
+response remains on the server.
 """
 _DRIPPED = ("/v1/sessions", "/v1/videos", "/v1/completions")
 
@@ -42,7 +42,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def frame(first_byte: int, payload: bytes) -> bytes:
-    """Return one masked WebSocket frame. `first_byte` contains FIN and the opcode."""
+    """Return one masked WebSocket frame. `first_byte` contains the FIN bit and the opcode."""
     size = len(payload)
     if size < 126:
         length = bytes([0x80 | size])
@@ -54,7 +54,7 @@ def frame(first_byte: int, payload: bytes) -> bytes:
 
 
 def flood(kind: str) -> bytes:
-    """Return the payload that each attacking socket sends in a single write."""
+    """Return the bytes that each attacking socket sends in one write."""
     if kind == "fragments":
         return frame(0x02, b"") + frame(0x00, b"x") * 1_000_000
     if kind == "pings":
@@ -64,7 +64,7 @@ def flood(kind: str) -> bytes:
 
 
 def with_empty_tensors(snapshot: bytes, count: int) -> bytes:
-    """Return the snapshot with `count` additional tensors of zero bytes in its table."""
+    """Return the snapshot with `count` additional empty tensors in its table."""
     head = 8 + int.from_bytes(snapshot[:8], "little")
     table = json.loads(snapshot[8:head])
     table |= {
@@ -133,7 +133,7 @@ async def download_unread(port: int, path: str) -> None:
 
 
 async def compute() -> None:
-    """Use processor time until this process is killed."""
+    """Use CPU time until this process is killed."""
     while True:
         pass
 
@@ -157,8 +157,8 @@ async def drip(port: int, path: str) -> None:
 
 
 def attackers(options: dict[str, Any]) -> list[Callable[[], Awaitable[None]]]:
-    """Return the actions of all sockets, each of which runs an attack once. `options` contains
-    `kind`, `port`, `sockets`, and `path` for the attacks that need it.
+    """Return one function per socket. Each function runs the attack once. `options` contains
+    `kind`, `port` and `sockets`, and also `path` for attacks that need a snapshot.
     """
     kind, port, count = options["kind"], options["port"], options["sockets"]
     if kind == "tensors":

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clients for realtime_load.py: many sessions of `/v1/realtime_video/generate` in one process.
 
-The process reads only frame headers and twelve bytes of each image, so that it is not the
-bottleneck. The CPU time of the clients is reported alongside that of the server. When the process
-ends, it prints one JSON object.
+To avoid becoming the bottleneck, the process reads only frame headers and twelve bytes of each
+image. The clients' CPU time is reported alongside the server's. When the process ends, it prints
+one JSON object.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from typing import Any, cast
 import msgspec
 
 STAMP = struct.Struct("<dI")
-"""Layout of a chunk's first pixels: the time at which the chunk was due (`time.monotonic`), and its
+"""Layout of a chunk's first pixels: the time at which the chunk was due (`time.monotonic`), and the
 chunk index.
 """
 
@@ -29,7 +29,8 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 class Session(asyncio.Protocol):
-    """One session, which starts a stream and records when each chunk arrived and when it was due.
+    """One session, which starts a stream and records when each chunk arrived and when the chunk was
+    due.
 
     If `read_bytes_per_s` is None, the session reads data as fast as it arrives. If it is 0, the
     session never reads again after the first frame.
@@ -110,7 +111,7 @@ class Session(asyncio.Protocol):
             self.arrivals.append((now_s, deadline_s, index))
 
     def send(self, opcode: int, payload: bytes) -> None:
-        """Send a masked frame. The mask is zero, which leaves the payload unchanged."""
+        """Send a masked frame. The mask is zero, so the payload is sent as it is."""
         size = len(payload)
         head = (
             bytes([0x80 | opcode, 0x80 | size])
@@ -130,7 +131,7 @@ def init_message(width: int, height: int) -> dict[str, Any]:
 
 
 async def open_sessions(options: dict[str, Any]) -> list[Session]:
-    """Connect all sessions, spread over the time of one frame, so that their frames are not all due
+    """Connect all sessions, spread over one frame's duration, so that their frames are not all due
     at the same time.
     """
     init = init_message(options["width"], options["height"])

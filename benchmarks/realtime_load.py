@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Measure whether many live sessions receive every frame on time, with and without bad clients.
 
-The server process runs this package's endpoint `/v1/realtime_video/generate` with a model that does
+The server process runs this package's `/v1/realtime_video/generate` endpoint with a model that does
 nothing but return each chunk when it is due. A load generator runs in another process on another
-core, and bad clients in a third process. The added latency of a frame is the time from the moment
-the model returns it to the moment the client has read it. Cadence is the number of frames read
-divided by the number of frames due. `waited_for_core_percent` is the share of time in which the
-server or its clients were ready to run but had no core. A value of more than a few percent means
-that other load on the machine has delayed frames.
+core, and bad clients run in a third process. A frame's added latency is the time from when the
+model returns the frame until the client has read it. Cadence is the number of frames read divided
+by the number of frames due. `waited_for_core_percent` is the share of time for which the server or
+its clients were ready to run but had no core. A value of more than a few percent means that other
+load on the machine has delayed frames.
 
-Attacks (`fragments`, `pings`, `values`) are sockets that flood the server and reconnect when they
-are closed. The response time of an HTTP route during the attack is also recorded. `cost` compares
-the server's CPU time per frame with that of a bare uvicorn server (with `websockets`) that sends
-the same messages to the same clients. The two servers are measured alternately, several times. The
-ratio should be similar on other machines.
+In an attack (`fragments`, `pings`, `values`), sockets flood the server and reconnect when the
+server closes them. During an attack, the response time of an HTTP route is also recorded. `cost`
+compares the server's CPU time per frame with that of a bare uvicorn server (with `websockets`) that
+sends the same messages to the same clients. The two servers are measured alternately, several
+times. The ratio should be similar on other machines.
 
     python benchmarks/realtime_load.py
     python benchmarks/realtime_load.py --scenario cost
@@ -87,7 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
 def process(
     script: str, options: dict[str, Any], core: int | None
 ) -> Iterator[subprocess.Popen[str]]:
-    """Context manager that runs a child process of this benchmark and ends it afterwards."""
+    """Run a child process of this benchmark, and stop it when the context exits."""
     command = [sys.executable, str(_HERE / script), json.dumps(options)]
     pin = (lambda: os.sched_setaffinity(0, {core})) if core is not None else None
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=pin)
@@ -118,7 +118,7 @@ class Server:
 
 
 def waited_s(pid: int) -> float:
-    """Return the seconds in which the main thread of a process was ready to run but had no core."""
+    """Return the seconds for which a process's main thread was ready to run but had no core."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
@@ -158,7 +158,7 @@ def recorded_messages(args: argparse.Namespace) -> list[bytes]:
 
 
 def cost(args: argparse.Namespace, repeats: int = 5) -> dict[str, Any]:
-    """Measure the processor microseconds per frame of this package's endpoint and of the bare
+    """Measure the CPU time per frame, in microseconds, of this package's endpoint and of the bare
     server, in alternating runs.
     """
     spent_us: dict[str, list[float]] = {"bare_server.py": [], "realtime_server.py": []}
@@ -209,7 +209,7 @@ def client_options(args: argparse.Namespace, port: int, **changes: Any) -> dict[
 
 
 def bad_clients(args: argparse.Namespace, scenario: str, port: int) -> dict[str, Any]:
-    """Return the options of a scenario's bad clients, which start after all other clients."""
+    """Return the options for a scenario's bad clients, which start after all other clients."""
     rate = args.fps * args.width * args.height * 3
     behaviour = {"slow": rate / 4, "trickle": 4096.0, "never-reads": 0.0, "frozen": None}[scenario]
     small = {"receive_buffer": 65536} if scenario == "trickle" else {}
@@ -302,9 +302,7 @@ def measure(
 
 
 def request_chunk(server: Server, seconds: float) -> list[float]:
-    """Request the server's state repeatedly, and return the milliseconds that each response
-    took.
-    """
+    """Request the server's state repeatedly, and return each response time in milliseconds."""
     took_ms, end_s = [], time.monotonic() + seconds
     while time.monotonic() < end_s:
         requested_s = time.monotonic()
@@ -317,8 +315,9 @@ def request_chunk(server: Server, seconds: float) -> list[float]:
 def provoke(
     args: argparse.Namespace, scenario: str, server: Server, bad: subprocess.Popen[str]
 ) -> float | None:
-    """Start the bad clients. Return the seconds until the server has disconnected them, or None if
-    the server does not disconnect them in time.
+    """Wait until the bad clients are connected, and suspend them in the `frozen` scenario. Return
+    the seconds until the server has disconnected them, or None if the server does not disconnect
+    them in time.
     """
     assert bad.stdout is not None
     assert bad.stdout.readline() == "open\n"
@@ -334,7 +333,7 @@ def provoke(
 
 
 def disconnects(args: argparse.Namespace, repeats: int = 20) -> dict[str, Any]:
-    """Measure the time from the disappearance of a client until its long chunk is aborted."""
+    """Measure the time from a client's disappearance until its long-running chunk is aborted."""
     options = server_options(args) | {"fps": 0.1}
     times_ms = []
     with process("realtime_server.py", options, None) as child:

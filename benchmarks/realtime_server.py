@@ -2,10 +2,11 @@
 """Server for realtime_load.py: an endpoint in a real uvicorn server, with a model that does nothing
 but return each chunk when it is due.
 
-`TimerModel` replaces vLLM's engine client and returns chunks of `chunk_frames`. Chunk n of a
-session is due n chunk durations after the first chunk. Each chunk is returned when it is due and
-contains a time stamp. The latency of the endpoint is the time from a chunk's due time until the
-chunk reaches the client's socket. `GET /state` lists connections and the model's current work.
+`TimerModel` replaces vLLM's engine client and returns chunks of `chunk_frames` frames. Chunk n of a
+session is due n chunk durations after the first chunk. The model returns each chunk when it is due,
+with the due time stamped into its pixels. The endpoint's latency is the time from a chunk's due
+time until the chunk reaches the client's socket. `GET /state` returns the number of connections and
+the model's current work.
 """
 
 import asyncio
@@ -36,8 +37,8 @@ from vllm_omni.outputs import pack
 
 
 class TimerModel:
-    """Returns frames of `height` x `width` pixels, at `fps` frames per second for each session that
-    requests them in time.
+    """Returns chunks of `height` x `width` frames. A session that requests its chunks in time gets
+    `fps` frames per second.
     """
 
     def __init__(self, height: int, width: int, fps: float, chunk_frames: int) -> None:
@@ -46,7 +47,7 @@ class TimerModel:
         self._template = pack({}, {"frames": frames_THWC}).numpy().tobytes()
         self._at = self._template.index(b"\xff" + bytes(64))
         self._period_s = chunk_frames / fps
-        # engine's session id -> [due time of the next chunk, chunks made]
+        # engine's session id -> [due time of the next chunk, number of chunks generated]
         self._worlds: dict[str, list[float]] = {}
         self._live: dict[str, asyncio.Future[None]] = {}
         self.aborted_s: list[float] = []
@@ -73,7 +74,7 @@ class TimerModel:
     async def _generate(self, session_id: str, request_id: str) -> torch.Tensor:
         now_s = time.monotonic()
         world = self._worlds.setdefault(session_id, [now_s + self._period_s, 0])
-        # The request is late, so the schedule of this session restarts.
+        # If the request is late, the session's schedule restarts.
         if now_s > world[0] + self._period_s:
             world[0] = now_s
         deadline_s, number = world
@@ -118,7 +119,7 @@ def main() -> None:
     @app.get("/state")
     async def state() -> dict[str, Any]:
         return {
-            "connections": len(server.server_state.connections) - 1,  # without the requester's own
+            "connections": len(server.server_state.connections) - 1,  # excludes the requester's own
             "sessions": len(manager),
             "worlds": model.num_worlds,
             "running": model.running,
@@ -136,8 +137,8 @@ def main() -> None:
     server = uvicorn.Server(config)
     app.state.server = server
     gc.collect()
-    # vLLM's server does the same after its start, because a full collection would stop all requests
-    # for 100 ms.
+    # vLLM's server also freezes the heap after startup, because a full garbage collection would
+    # stop all requests for 100 ms.
     gc.freeze()
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
         print(listener.getsockname()[1], flush=True)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Restart three servers behind HAProxy one after the other, while sessions play.
+"""Restart three servers behind HAProxy one after another while sessions play.
 
     python benchmarks/rolling_restart.py
 
-The model is the null world, which takes almost no time, and the servers send each chunk when it is
-due at 16 frames per second. Each client plays one stream of `/v1/realtime_video/generate` and
-reconnects when its session moves to another server. Each server receives SIGTERM, moves its
-sessions to the other servers, exits and is restarted. The next server is restarted once HAProxy has
+The model is the null world, which takes almost no time per chunk. The servers send each chunk when
+it is due at 16 frames per second. Each client plays one stream of `/v1/realtime_video/generate` and
+reconnects when its session moves to another server. One server at a time receives SIGTERM, moves
+its sessions to the other servers, exits and is restarted. The next server follows once HAProxy has
 detected the new process.
 
-A gap is the time between two chunks of one client. A session is lost if its stream ends for any
-reason other than a move. A chunk is wrong if its number or its frames differ from those of the
-other sessions, which all have the same seed.
+A gap is the time between two consecutive chunks of one client. A session is lost if its stream ends
+for any reason other than a move. A chunk is wrong if its number or its frames differ from those of
+the other sessions, which all have the same seed.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Restartable(Protocol):
     """Port of each server, by name."""
 
     def drain(self, name: str) -> float:
-        """Stop a server with SIGTERM, and return the seconds that it takes to end."""
+        """Stop a server with SIGTERM, and return the number of seconds that it takes to exit."""
         ...
 
     def start(self, name: str, /) -> None:
@@ -60,11 +60,11 @@ class Restartable(Protocol):
 
 
 class Player:
-    """One client, which plays a stream and follows its session to other servers.
+    """A client that plays a stream and follows its session to other servers.
 
     Args:
         port: Port of the proxy.
-        headers: Headers of each connection, for example with an API key.
+        headers: Headers for each connection, for example an API key.
     """
 
     def __init__(self, port: int, headers: Mapping[str, str]) -> None:
@@ -72,9 +72,9 @@ class Player:
         self._url = f"ws://127.0.0.1:{port}{GENERATE_PATH}"
         self._query, self._session_id = "", None
         self.arrived_s: list[float] = []
-        """Monotonic time of each chunk in seconds."""
+        """Monotonic arrival time of each chunk, in seconds."""
         self.digests: list[str] = []
-        """Digest of the frames of each chunk."""
+        """Digest of each chunk's frames."""
         self.moves = 0
         """Number of moves that the client has followed."""
         self.end: str | None = None
@@ -156,11 +156,12 @@ async def measure(
     """Play sessions, restart each server, and return what the clients observed.
 
     Args:
-        servers: Servers to restart, one after the other.
+        servers: Servers to restart, one after another.
         port: Port of the proxy.
         num_sessions: Number of sessions that play at the same time.
-        settle_s: Seconds of play before the first restart and after each restart.
-        headers: Headers of each client connection.
+        settle_s: Number of seconds that the sessions play before the first restart and after each
+            restart.
+        headers: Headers for each client connection.
     """
     players = [Player(port, headers or {}) for _ in range(num_sessions)]
     tasks = []
@@ -209,7 +210,7 @@ async def measure(
 
 
 def run(num_servers: int, num_sessions: int, settle_s: float) -> dict[str, Any]:
-    """Start servers and HAProxy, and measure."""
+    """Start the servers and HAProxy, and run the measurement."""
     from vllm_omni.model_executor.models.registry import get_family
 
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

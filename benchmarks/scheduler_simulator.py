@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulates a scheduler in virtual time: replays arrival traces against a policy, with specified
-actual step costs.
+actual step times.
 
-The simulated engine runs one batch at a time, as with `StreamBatchScheduler`. The deadline policy
-gets its inputs (costs, remaining steps) from `StepCostModel` and `ScheduledStreams`, as in the real
-scheduler. `fifo` is the scheduler without deadlines: it serves sessions in order of arrival and
-runs each chunk to its end. The simulation is deterministic for a given seed.
+The simulated engine runs one batch at a time, like an engine with `StreamBatchScheduler`. The
+deadline policy gets its inputs (costs, remaining steps) from `StepCostModel` and
+`ScheduledStreams`, as in the real scheduler. `fifo` is the scheduler without deadlines: it serves
+sessions in order of arrival and runs each chunk to completion. The simulation is deterministic for
+a given seed.
 """
 
 import heapq
@@ -22,8 +23,8 @@ from vllm_omni.core.step_protocol import ChunkProgress
 
 Policy = Literal["fifo", "deadline"]
 _LEAD_CHUNKS = 2
-"""A viewer requests its next chunk when at most this number of chunks are in the engine or wait to
-be played.
+"""A viewer requests its next chunk when at most this number of chunks are in the engine or waiting
+to be played.
 """
 
 
@@ -32,8 +33,8 @@ class Viewer:
     """One stream that plays a chunk every `period_s` seconds and requests its first chunk at
     `start_s`.
 
-    If `period_s` is None, the stream is a job without a viewer, which generates chunks as fast as
-    possible and has no deadlines.
+    If `period_s` is None, the stream is a job without a viewer. Such a job generates chunks as fast
+    as possible and has no deadlines.
     """
 
     start_s: float
@@ -47,9 +48,9 @@ class Viewer:
 class Load:
     """A trace of viewers, and the properties of the simulated machine.
 
-    `jitter` is the relative standard deviation of a step's time. `hiccups_per_s` is the number of
-    steps per second of busy time that take `hiccup_s` longer. `most` is `max_requests_per_step`.
-    `refuse` states whether streams that cannot be sustained are refused.
+    `jitter` is the relative standard deviation of a step's time. `hiccups_per_s` is the mean number
+    of steps that take `hiccup_s` longer, per second of busy time. `most` is
+    `max_requests_per_step`. If `refuse` is True, streams that cannot be sustained are refused.
     """
 
     viewers: Sequence[Viewer]
@@ -65,8 +66,8 @@ class Load:
 
 @dataclass
 class Outcome:
-    """Deliveries to one viewer. `gaps_s` are the times between consecutive chunks, and `misses` is
-    the number of chunks that arrived after their deadline.
+    """Deliveries to one viewer. `gaps_s` contains the times between consecutive chunks, and
+    `misses` is the number of chunks that arrived after their deadlines.
     """
 
     viewer: Viewer
@@ -80,7 +81,7 @@ class Outcome:
     requested: int = 0
 
     def holds(self, chunks: float = 1.5) -> bool:
-        """Whether the 99th percentile of the gaps is at most `chunks` periods."""
+        """Return whether the 99th percentile of the gaps is at most `chunks` periods."""
         period_s = self.viewer.period_s
         return (
             not self.refused
@@ -96,9 +97,7 @@ def quantile(values: Sequence[float], fraction: float) -> float:
 
 
 def _units(size: float) -> int:
-    """Return a size in the unit in which the runner reports it: a whole number of latent
-    elements.
-    """
+    """Convert a size to the unit that the runner reports: a whole number of latent elements."""
     return round(1000 * size)
 
 
@@ -118,7 +117,7 @@ class _Simulation:
         self.running: dict[str, None] = {}
         self.order = itertools.count()
         self.events: list[tuple[float, int, int]] = []
-        """Requests for the next chunk of a viewer, as (time, tie-break, viewer)."""
+        """Requests for a viewer's next chunk, as (time, tie-break, viewer)."""
         for number, viewer in enumerate(load.viewers):
             heapq.heappush(self.events, (viewer.start_s, next(self.order), number))
 
@@ -188,7 +187,7 @@ class _Simulation:
         live = self.streams.runnable(())
         if self.policy == "deadline":
             batch = choose_batch(now_s, live, self.model.costs, self.load.most)
-        else:  # running chunks first, by start time, then the others, by arrival time
+        else:  # running chunks first, by start time, then waiting chunks, by arrival time
             started = {name: rank for rank, name in enumerate(self.running)}
             live.sort(
                 key=lambda request: (started.get(request.request_id, len(started)), request.order)
@@ -208,7 +207,7 @@ class _Simulation:
             if outcome.first_s is None:
                 outcome.first_s = end_s - viewer.start_s
             else:
-                # An early chunk is played when its predecessor has ended.
+                # An early chunk is played as soon as its predecessor has finished playing.
                 shown_s = max(end_s, outcome.last_s + viewer.period_s)
                 outcome.gaps_s.append(shown_s - outcome.last_s)
         outcome.last_s = shown_s

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare FIFO with deadline-first scheduling in virtual time, and measure the cost of a decision
-of the real scheduler.
+"""Compare FIFO with deadline-first scheduling in virtual time, and measure how long a decision
+takes in the real scheduler.
 
     python benchmarks/scheduling.py            # both; no GPU needed
 
-The replay uses the step costs that were measured on an H200 for causal Wan 2.1 1.3B at 480x832,
-with 4 steps and a clean-context pass. A chunk of 12 frames takes 399 ms: 237 ms for five steps, 150
-ms for the decode and 12 ms for the encode and the rest. Arrival times are drawn from a seeded
-random generator. A stream is sustained if the 99th percentile of the gaps between its chunks is at
-most 1.5 times a chunk's playing time. The cost of a decision is measured with the real
-`StreamBatchScheduler` on top of vLLM's scheduler, with a simulated worker.
+The replay uses the step times measured on an H200 for causal Wan 2.1 1.3B at 480x832, with 4 steps
+and a clean-context pass. A chunk of 12 frames takes 399 ms: 237 ms for five steps, 150 ms for the
+decode and 12 ms for the encode and other work. Arrival times come from a seeded random generator. A
+stream is sustained if the 99th percentile of the gaps between its chunks is at most 1.5 times a
+chunk's playing time. The decision time is measured with the real `StreamBatchScheduler`, on top of
+vLLM's scheduler, and a simulated worker.
 """
 
 import argparse
@@ -45,8 +45,8 @@ def trace(kind: str, streams: int, seed: int) -> list[Any]:
         period_s = 4 * CHUNK_S if slow else CHUNK_S
         viewers.append(Viewer(rng.uniform(0, 3), 50 if slow else 200, period_s, STEPS))
     if kind == "background_jobs":
-        # Four jobs generate one-shot videos of fifty steps each, one after another. They have no
-        # viewer.
+        # Four jobs without a viewer generate one-shot videos one after another. Each video takes
+        # fifty steps.
         viewers += [Viewer(1.0, 4, None, 50) for _ in range(4)]
     return viewers
 
@@ -137,8 +137,8 @@ def make_scheduler(model: Path, omni: dict[str, Any]) -> Any:
 
 
 def decisions(model: Path, omni: dict[str, Any], streams: int, num_steps: int) -> dict[str, Any]:
-    """Measure the time of `schedule()`, of this package's code in it, and of
-    `update_from_output()`, with two queued chunks per stream.
+    """Measure the time of `schedule()`, the part of that time spent in this package's code, and the
+    time of `update_from_output()`, with two queued chunks per stream.
     """
     import torch
     from vllm.v1.request import Request

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attack a real server and measure the effect on its other clients.
+"""Attack a real server and measure the effect on the server's other clients.
 
     vllm-omni make-tiny causal_wan tiny_causal_wan
     python benchmarks/served_attacks.py tiny_causal_wan
 
 The server is `vllm serve --omni`, started as a user would start it. Well-behaved clients
-(neighbours) request one chunk each at fixed moments, once per `--period-s`. The time of a chunk
-runs from the scheduled moment of its request until the chunk arrives, so a server that stalls
-affects every chunk that it delays. The neighbours first run alone, and then alongside each attack
-of `realtime_attackers.py` in turn. `/health` is requested throughout. `program` is not an attack:
-it only uses processor time, as the attackers also do. Added latency is the time of a chunk minus
-the median time before the attacks. Before the attacks, this value shows the noise of the machine
-and the engine. The attackers get only the processor time that other processes leave (`nice`),
-because real attackers would run on other machines. With `--apart`, the server has the first core to
-itself and all other processes share the other cores, so that only the cost of an attack for the
-server is measured. `other_load` is the number of cores that other programs used during the
-measurement.
+(neighbours) each request one chunk every `--period-s` seconds, at scheduled times. A chunk's time
+runs from the scheduled time of its request until the chunk arrives, so if the server stalls, every
+delayed chunk shows the delay. The neighbours first run alone, and then alongside each attack in
+`realtime_attackers.py` in turn. `/health` is requested throughout. `program` is not an attack: like
+the attackers, it uses CPU time, but it does nothing else. Added latency is a chunk's time minus the
+median time of the chunks before the attacks. The added latency of the chunks before the attacks
+shows how noisy the machine and the engine are. The attackers get only the CPU time that other
+processes leave (`nice`), because real attackers would run on other machines. With `--apart`, the
+server has the first core to itself and all other processes share the other cores, so only the
+attack's cost to the server is measured. `other_load` is the number of cores that other programs
+used during the measurement.
 """
 
 import argparse
@@ -54,8 +54,8 @@ _pack = msgspec.msgpack.encode
 
 
 class Neighbour:
-    """Client of one session. `chunks` contains (scheduled time of the request, time until the chunk
-    arrived), in seconds.
+    """Client for one session. `chunks` contains tuples (scheduled request time, time until the
+    chunk arrived), in seconds.
     """
 
     def __init__(self, port: int, width: int, height: int) -> None:
@@ -113,8 +113,8 @@ class Neighbour:
 
 
 class Health:
-    """Requests `/health` repeatedly over one connection. `answers` contains (start time, duration),
-    in seconds.
+    """Requests `/health` repeatedly over one connection. `answers` contains tuples (start time,
+    duration), in seconds.
     """
 
     def __init__(self, port: int) -> None:
@@ -136,7 +136,7 @@ class Health:
 
 
 class OtherLoad:
-    """Measures how many cores other programs use, starting when it is created."""
+    """Measures how many cores other programs have used since this object was created."""
 
     def __init__(self) -> None:
         self._started_s, self._before_s = time.monotonic(), self._spent_s()
@@ -176,7 +176,7 @@ class Neighbourhood:
         self._usual_ms = 0.0
 
     async def measure(self) -> list[dict[str, Any]]:
-        """Return one row for the time before the attacks and one for each attack."""
+        """Return one row for the time before the attacks and one row for each attack."""
         args, rows = self._args, []
         first_s = time.monotonic() + args.warm_up_s
         async with asyncio.TaskGroup() as group:
@@ -224,8 +224,8 @@ class Neighbourhood:
 
 
 def since(start_s: float, noted: list[tuple[float, float]]) -> list[float]:
-    """Return the milliseconds of all requests that started at `start_s` or later. Earlier requests
-    are excluded, because the attackers were still starting.
+    """Return the durations in milliseconds of all requests that started at `start_s` or later.
+    Earlier requests are excluded, because the attackers were still starting.
     """
     return [spent_s * 1e3 for at_s, spent_s in noted if at_s >= start_s]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the cost of saving a session to a file and restoring it, compared with copying its bytes.
+"""Measure the cost of saving and restoring a session, compared with copying the session's bytes.
 
     # the tiny LingBot World on this machine
     python benchmarks/session_snapshot.py
@@ -8,22 +8,23 @@
     python benchmarks/session_snapshot.py --full-size
 
 Sessions are saved and restored in the real engine (`collective_rpc`). For comparison, the worker
-also copies the same bytes from and to the same device and folder, without names, header and checks:
+also copies the same bytes from and to the same device and folder, without names, a header or
+checks:
 
-- plain (`ratio`): every tensor is copied, one after the other, from its device to the host and into
-  a new file, and from that file into fresh buffers on the device;
-- one buffer (`one_buffer_ratio`): the same number of bytes, which are already contiguous in host
-  memory, is written to a new file in one call and read into one fresh buffer, which is the minimum
-  cost of a file. A full-size run does not measure the copy of one buffer;
-- memory (`memory_ratio`): every tensor is copied into fresh host memory and back, without a file.
-  A full-size run does not measure the copy in memory.
+- plain (`ratio`): all tensors are copied, one after another, from the device to the host and into a
+  new file, and from that file into fresh buffers on the device;
+- one buffer (`one_buffer_ratio`): the same number of bytes, already contiguous in host memory, is
+  written to a new file in one call and read into one fresh buffer. No file access can cost less. A
+  full-size run does not measure the copy of one buffer;
+- memory (`memory_ratio`): all tensors are copied to fresh host memory and back, without a file. A
+  full-size run does not measure the copy in memory.
 
 A ratio is the time of the whole snapshot, including the front end but without transport, divided by
-the time of the copy. Each ratio is the median over pairs of a snapshot and a copy, which are
-measured alternately. The file is on a RAM disk if there is one (`--folder`), because the speed of a
-disk is not part of this measurement. Measurements are printed to stderr and saved in the result
-file (with `complete`: false) when an operation ends, at most once per second, so that an
-interrupted run still leaves its results.
+the time of the copy. Snapshots and copies alternate. Each ratio is the median over pairs of one
+snapshot and one copy. If there is a RAM disk, the file is on it (`--folder`), because disk speed is
+not part of this measurement. When an operation ends, the measurements are printed to stderr and
+saved to the result file (with `complete`: false), at most once per second, so an interrupted run
+still leaves results.
 """
 
 import argparse
@@ -55,11 +56,12 @@ _QUIET_S = 1.0
 
 
 def copy_session(worker: Any, session_id: str, path: str, what: str) -> float:
-    """Run in the worker: return the milliseconds to copy a session's tensors in one direction.
+    """Run in the worker: copy a session's tensors in one direction, and return the copy's duration
+    in milliseconds.
 
     `what` is `to_file` or `from_file` (which removes the file), `one_to_file` or `one_from_file`
-    (the same with contiguous memory), `out` (to fresh host memory), or `back` (from there into
-    fresh device memory).
+    (the same with contiguous memory), `out` (to fresh host memory), or `back` (from that host
+    memory into fresh device memory).
     """
     import torch
 
@@ -140,7 +142,9 @@ def copy_session(worker: Any, session_id: str, path: str, what: str) -> float:
 
 
 def timed_call(worker: Any, method: str, args: tuple[Any, ...]) -> list[Any]:
-    """Run in the worker: call one method and return its result and milliseconds."""
+    """Run in the worker: call one method, and return its result and the milliseconds that it
+    took.
+    """
     start = time.perf_counter()
     response = getattr(worker, method)(*args)
     return [(time.perf_counter() - start) * 1e3, response]
@@ -155,8 +159,8 @@ RATIO_NAMES = {"plain": "ratio", "one_buffer": "one_buffer_ratio", "memory": "me
 
 
 class Progress:
-    """Measurements so far, which are saved after every operation. `samples` contains milliseconds
-    by the name of the operation.
+    """Measurements so far, saved at most once per second. `samples` contains milliseconds by
+    operation name.
     """
 
     def __init__(self, args: argparse.Namespace, info: dict[str, Any], name: str) -> None:
@@ -176,7 +180,7 @@ class Progress:
         for name, value in values.items():
             (self.warm_up if warm_up else self.samples).setdefault(name, []).append(value)
         if time.perf_counter() - self._noted < _QUIET_S:
-            return  # with small sessions, writing would disturb the measurement
+            return  # with small sessions, saving more often would disturb the measurement
         self.say(
             ", ".join(f"{name} {value:.1f} ms" for name, value in values.items())
             + " (warm-up)" * warm_up
@@ -285,8 +289,8 @@ async def run(model: Path, folder: Path, name: str, args: argparse.Namespace) ->
             progress.say(f"chunk {index} is done")
 
         async def without_transport(exchange: Any) -> tuple[float, float]:
-            """Return (milliseconds of the front end and the worker, milliseconds for the caller
-            including transport).
+            """Return the milliseconds that the front end and the worker take, and the milliseconds
+            that the caller measures, which include transport.
             """
             inside = waited = 0.0
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run clients against a real server for hours and check that no process's memory grows.
+"""Run clients against a real server for hours, and check that no server process's memory grows.
 
     python benchmarks/soak.py --hours 2
 
-The server is `vllm serve --omni` with a tiny causal Wan. Clients open a live stream, steer it,
-receive one chunk per second and leave. Half of the clients drop the connection during a chunk.
-`/metrics` is read repeatedly, as by a monitoring system. The resident memory of every server
-process is recorded twice per minute. `slope_mb_per_h` is the median of the slopes between all pairs
-of records after the first quarter (the Theil-Sen estimator), so that neither the start nor a single
-jump determines the result.
+The server is `vllm serve --omni` with a tiny causal Wan model. Clients open a live stream, steer
+it, receive one chunk per second and leave. Half of the clients drop the connection during a chunk.
+`/metrics` is read repeatedly, as a monitoring system would read it. The resident memory of every
+server process is recorded twice per minute. `slope_mb_per_h` is the Theil-Sen estimate: the median
+slope between all pairs of records after the first quarter of the run. Therefore, neither the start
+of the run nor a single jump can determine the result.
 """
 
 import argparse
@@ -35,16 +35,16 @@ from vllm_omni.entrypoints.loopback import open_loopback
 HEIGHT, WIDTH = 64, 96
 NOTE_EVERY_S = 30.0
 NUM_PROMPTS = 64
-"""Number of different prompts in all visits. The text embeddings of a prompt (3 kB in the tiny
-model) are cached up to a limit in bytes.
+"""Number of different prompts in all visits. The server caches text embeddings (3 kB per prompt in
+the tiny model) up to a byte limit.
 """
 SETTLES_IN = 0.25
-"""Share of the time that is excluded at the start, because caches and heaps are still filling."""
+"""Share of the run that is excluded at the start, because caches and heaps are still filling."""
 
 
 class Viewers:
-    """A fixed number of viewers that play at the same time until `end_s`. Each viewer that leaves
-    is replaced by a new one.
+    """Keeps a fixed number of viewers playing at the same time until `end_s`. Each viewer that
+    leaves is replaced by a new viewer.
     """
 
     def __init__(self, port: int, at_once: int, end_s: float, seed: int) -> None:
@@ -62,7 +62,7 @@ class Viewers:
                 await self._visit(
                     num_chunks=self._random.randint(2, 20), cut=self._random.random() < 0.5
                 )
-            except Exception as error:  # boundary: every error of a viewer is counted and reported
+            except Exception as error:  # boundary: every viewer error is counted and reported
                 self.errors.append(repr(error))
                 await asyncio.sleep(1.0)
 
@@ -105,7 +105,9 @@ class Viewers:
 
 
 class Memory:
-    """Records of the resident memory of a process and all its children, by process name and id."""
+    """Records of the resident memory of a process and all its descendants, by process name and
+    id.
+    """
 
     def __init__(self, pid: int, port: int) -> None:
         self._root, self._port = psutil.Process(pid), port

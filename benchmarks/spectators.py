@@ -4,17 +4,18 @@
     python benchmarks/spectators.py
     python benchmarks/spectators.py --spectators 64 --pairs 10
 
-Server, player and spectators are three processes. The engine is a fake one that takes `--chunk-ms`
-for a chunk of 12 frames of noise, which no codec can compress well. The player requests chunks at
-playback speed. A pair consists of a segment without spectators and a segment with them, in an order
-that alternates. Each segment reports the following values for the player:
+The server, the player and the spectators are three processes. A fake engine takes `--chunk-ms` for
+a chunk of 12 frames. The frames are noise, which no codec can compress well. The player requests
+chunks at playback speed. A pair consists of a segment without spectators and a segment with
+spectators, in an order that alternates from pair to pair. The following values are measured for the
+player in each segment:
 
     interval_ms  time between the arrivals of two consecutive chunks
     chunk_ms     time from the request for a chunk to its last frame
-    cpu_ms       processor time of the server per frame, including encoding and sending
+    cpu_ms       the server's CPU time per frame, including encoding and sending
 
-`ratios` are medians over all pairs: the value of the segment with spectators divided by that of the
-segment without.
+`ratios` are medians over all pairs: the value of the segment with spectators divided by the value
+of the segment without spectators.
 """
 
 import argparse
@@ -39,8 +40,8 @@ import itertools
 from common import add_output_arguments, quantiles, save
 
 SETTLE_CHUNKS = 4
-"""Number of chunks at the start of each segment that are not counted, because spectators connect
-during these chunks and receive a key frame.
+"""Number of chunks that are not counted at the start of each segment, because spectators connect
+and receive a key frame during these chunks.
 """
 
 
@@ -63,8 +64,8 @@ def serve(args: argparse.Namespace) -> None:
 
 
 async def watch(port: int, token: str, number: int) -> None:
-    """Receive frames with `number` spectators until standard input ends, and print how many frames
-    each received.
+    """Receive frames with `number` spectators until standard input ends, and print the number of
+    frames that each spectator received.
     """
     from websockets.asyncio.client import connect
 
@@ -97,7 +98,7 @@ def process(*words: str) -> "Iterator[subprocess.Popen[str]]":
 
 
 def cpu_s(pid: int) -> float:
-    """Return the processor time of a process in seconds."""
+    """Return the CPU time of a process in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -120,7 +121,7 @@ class Player:
         self._due_s = time.perf_counter()
 
     def play_chunk(self) -> tuple[float, float]:
-        """Play a chunk, and return when it was requested and when its last frame arrived."""
+        """Play a chunk. Return the time of its request and the arrival time of its last frame."""
         is_first = self._num_chunks == 0
         body = {"height": self._args.height, "width": self._args.width} if is_first else {}
         image: dict[str, Any] = {"image": None}

@@ -14,11 +14,11 @@ Several thresholds are measured in the real engine.
     # or wan2_2: try it without a GPU
     python benchmarks/step_cache.py --tiny lance
 
-For each threshold, the result contains the share of steps that were computed (for a diffusers
-pipeline, of forward passes), the seconds, and a comparison with the same request without step
-caching: the relative L2 error of the latents and the PSNR of the images or frames. How much
-similarity is lost depends on the weights, so a run with random weights shows only
-the time, and that the mechanism works.
+For each threshold, the benchmark reports the share of steps that were computed (for a diffusers
+pipeline, the share of forward passes), the seconds, and a comparison with the same request without
+step caching: the relative L2 error of the latents and the PSNR of the images or frames. The errors
+depend on the weights, so a run with random weights only measures the time and confirms that the
+mechanism works.
 """
 
 import argparse
@@ -53,12 +53,14 @@ TINY = {
     "wan2_2": ("wan2_2", "ti2v"),
     "qwen_image": ("diffusers_pipeline", "qwen_image"),
 }
-"""Name of a model -> family and layout for `make-tiny`."""
+"""Maps a model name to its family and layout for `make-tiny`."""
 RANDOM = ("lance", *wan2_2.TRANSFORMERS)
 
 
 def random_model(name: str, folder: Path) -> Path:
-    """Write a directory of a released architecture without weights, for --load-format dummy."""
+    """Write a checkpoint directory without weights for a released architecture, to be loaded with
+    --load-format dummy.
+    """
     if name == "lance":
         return lance.write_checkpoint(folder, "image", layers=36)
     model = folder / "model"
@@ -96,7 +98,7 @@ async def measure(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]
             (tensor,) = tensors.values()
             return meta, tensor.double(), time.perf_counter() - start
 
-        await make(None, "rgb")  # triggers the compilation of a first request
+        await make(None, "rgb")  # compiles the code that the first request runs
         _, exact, _ = await make(None, "latents")
         _, images, seconds = await make(None, "rgb")
         rows = [{"threshold": None, "computed_share": 1.0, "seconds": round(seconds, 4)}]

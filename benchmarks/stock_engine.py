@@ -12,13 +12,13 @@ from typing import Any
 
 STEPS = 5
 _STEP_TOKENS = 16
-"""Number of tokens per engine step. A prompt with `STEPS` times this number of tokens is a request
-of five steps.
+"""Number of tokens per engine step. A prompt with `STEPS` times this number of tokens takes five
+steps.
 """
 
 
 def time_forwards(worker: Any) -> None:
-    """Run in the worker: record the time of every forward pass of its model."""
+    """Run in the worker: record the time of every forward pass of the worker's model."""
     model = worker.model_runner.get_model()
     model.forward_s = []
     started: list[float] = []
@@ -29,19 +29,21 @@ def time_forwards(worker: Any) -> None:
 
 
 def take_forwards(worker: Any) -> list[float]:
-    """Run in the worker: return the seconds of all forward passes since the last call."""
+    """Run in the worker: return the durations in seconds of all forward passes since the last
+    call.
+    """
     model = worker.model_runner.get_model()
     taken, model.forward_s = model.forward_s, []
     return taken  # type: ignore[no-any-return]
 
 
 async def five_steps_ms(folder: Path, requests: int, executor: str) -> list[float]:
-    """Return, for each request, the time that stock vLLM takes for a pooling request of five engine
-    steps, minus the time of the forward passes of its model.
+    """For each pooling request of five engine steps, return the milliseconds that stock vLLM takes,
+    minus the time of the model's forward passes.
 
     A tiny language model pools one vector. The prompt consists of five prefill chunks, so the
-    engine schedules, runs and collects five times and responds once. Front end, EngineCore and
-    workers are the same as for the models of this package.
+    engine schedules, runs and collects five times and responds once. The front end, EngineCore and
+    workers are the same as for this package's models.
     """
     from vllm import PoolingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -92,11 +94,11 @@ async def five_steps_ms(folder: Path, requests: int, executor: str) -> list[floa
 
 
 def copy_ms(size: int, count: int) -> list[float]:
-    """Return the time of each copy of `size` bytes from another process to this one, over ZeroMQ as
-    between vLLM's processes.
+    """Copy `size` bytes `count` times from another process to this process, over ZeroMQ, which vLLM
+    also uses between its processes. Return the milliseconds that each copy takes.
 
-    The time runs from the request for the bytes to their arrival. The sender does not copy them,
-    and the receiver gets a single buffer.
+    The time runs from the request for the bytes to their arrival. The sender does not copy the
+    bytes, and the receiver gets them in one buffer.
     """
     import zmq
 

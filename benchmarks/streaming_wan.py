@@ -15,11 +15,11 @@ time to the first frame, and stage times.
     # try it without a GPU
     python benchmarks/streaming_wan.py --size tiny --height 64 --width 96 --chunks 8 --eager
 
-Random weights with the released shapes give the same times as trained weights. The steady state is
-the median over all chunks after the window is full. Chunks are measured end to end, from the
+Random weights with the released shapes give the same times as trained weights. Steady-state values
+are medians over all chunks after the window is full. Chunks are measured end to end, from the
 request to the uint8 frames, which the exact VAE decodes unless the options select another decoder.
-`ideal` is the time of only the arithmetic, including the decode, at the measured GEMM rate of the
-GPU (790 TFLOP/s on an H200), without any overlap.
+`ideal` is the time that the arithmetic alone, including the decode, would take at the GPU's
+measured GEMM rate (790 TFLOP/s on an H200), without any overlap.
 """
 
 import argparse
@@ -76,12 +76,14 @@ SIZES: dict[str, dict[str, int]] = {
 GEMM_FLOPS = 790e12
 """Measured rate of bf16 matrix products on an H200, in FLOP/s."""
 VAE_DECODE_FLOPS = 13.55e12 / (480 * 832)
-"""FLOPs of Wan 2.1's decoder per latent frame and pixel."""
+"""FLOPs that Wan 2.1's decoder performs per latent frame and pixel."""
 TEXT_ROWS = 512
 
 
 def write_checkpoint(root: Path, size: str) -> None:
-    """Write a diffusers directory of the architecture without weights, for --load-format dummy."""
+    """Write a diffusers directory without weights for the architecture, to be loaded with
+    --load-format dummy.
+    """
     from vllm_omni.testing.tiny.text_tokenizers import write_t5_tokenizer
     from vllm_omni.testing.tiny.wan import TEXT, VAE
 
@@ -114,8 +116,8 @@ def ideal_ms(size: str, args: argparse.Namespace, plan: Any, passes: int) -> flo
 def stream_chunk(
     engine: Any, name: str, args: argparse.Namespace, plan: Any
 ) -> Callable[[int], Coroutine[Any, Any, dict[str, Any]]]:
-    """Return a function that runs a stream's chunk by index and returns a record of its arrival
-    time, stage times and frames.
+    """Return a function that runs the chunk with a given index and returns a record of the chunk's
+    arrival time, stage times and frames.
     """
     import torch
 
@@ -152,8 +154,8 @@ def stream_chunk(
 
 
 async def one_stream(engine: Any, name: str, args: argparse.Namespace, plan: Any) -> dict[str, Any]:
-    """Run the chunks of one stream. Each chunk is requested while its predecessor (or the allowed
-    number of chunks in flight) is running.
+    """Run the chunks of one stream. While a chunk is running, up to `chunks_in_flight` of its
+    successors are requested.
     """
     chunk = stream_chunk(engine, name, args, plan)
     start = time.perf_counter()

@@ -10,20 +10,21 @@ deadline-first scheduling.
     # try it without a GPU
     python benchmarks/streams_per_gpu.py --streams 1 2 --tiny
 
-Random weights with the released shapes give the same times as trained weights. For each number of
-streams, that many viewers arrive at random times within one chunk's playing time. A viewer plays
-its first chunk as soon as it arrives. A viewer requests its next chunk when the previous chunk has
+Random weights with the released shapes give the same times as trained weights. For a run with N
+streams, N viewers arrive at random times within one chunk's playing time. A viewer plays its first
+chunk as soon as the chunk arrives. The viewer requests the next chunk when the previous chunk has
 arrived and the chunk before that has started to play. Each request has the deadline that the
 realtime endpoints would send (`PlayClock`), which FIFO ignores. Chunks are not counted until the
-window is full. Each policy runs in a separate engine, and results are saved after each number of
-streams.
+window is full. Each policy runs in a separate engine. Results are saved after the run for each
+number of streams.
 
-A gap is the time between the starts of playback of two consecutive chunks, divided by a chunk's
-playing time. 1.0 means smooth playback, because an early chunk is played when its predecessor has
-ended. `delivery_gap` is the time between two arrivals, including early ones. A `miss` is a chunk
-that arrived after its deadline, and a `degraded` chunk had a degradation. Streams are sustained if,
-for each of them, the 99th percentile of the gaps (the largest gap if there are about a dozen) is at
-most 1.5 and it plays at 98 % of its rate or more.
+A gap is the time between the playback starts of two consecutive chunks, divided by a chunk's
+playing time. A gap of 1.0 means smooth playback, because an early chunk is not played until its
+predecessor has finished. `delivery_gap` is the time between two arrivals, including early arrivals.
+A `miss` is a chunk that arrived after its deadline. A `degraded` chunk was generated with a
+degradation. The streams are sustained if two conditions hold for each stream: the 99th percentile
+of its gaps (the largest gap if there are about a dozen) is at most 1.5, and the stream plays at
+98 % of its rate or more.
 """
 
 import argparse
@@ -65,7 +66,7 @@ DECODERS = {"exact": "wan", "tiny": "tiny"}
 
 @dataclasses.dataclass(slots=True)
 class Chunk:
-    """Times in seconds at which a chunk was requested, was due, arrived and started to play, and
+    """The times in seconds when a chunk was requested, was due, arrived and started to play, and
     its number of frames.
 
     `meta` is the metadata of the chunk's result.
@@ -86,8 +87,8 @@ def quantile(values: list[float], fraction: float) -> float:
 
 
 class Viewer:
-    """Viewer of one stream, which requests its first chunk at `start_s` and no more chunks from
-    `stop_s` on.
+    """Viewer of one stream. The viewer requests its first chunk at `start_s`, and no more chunks
+    from `stop_s` on.
     """
 
     def __init__(
@@ -172,7 +173,7 @@ class Viewer:
 
 
 def summary(streams: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
-    """Summarise the measurement for one number of streams: quantiles over the chunks of all
+    """Summarise the measurements for one number of streams: quantiles over the chunks of all
     streams.
     """
     if not all(stream["chunks"] for stream in streams):
@@ -224,7 +225,7 @@ async def measure(
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of causal Wan under `omni.model`."""
+    """Return causal Wan's options under `omni.model`."""
     return {
         "window_frames": args.window,
         "sink_frames": args.sink,
@@ -238,7 +239,7 @@ async def measure_policy(
     model: Path, policy: str, args: argparse.Namespace, rows: list[Any], keep: Any
 ) -> None:
     """Measure one policy in one engine. Add a row for each number of streams, and call `keep` after
-    each.
+    each row.
     """
     omni = {
         "height": args.height,
@@ -263,8 +264,8 @@ async def measure_policy(
             first = {"prompt": "a coast road in the evening", "seed": 1} if index == 0 else {}
             return {"height": args.height, "width": args.width, **first}, None
 
-        # One stream at full speed gives the upper bound of the engine. This run also compiles
-        # every shape.
+        # One stream at full speed shows the engine's upper bound. This run also compiles every
+        # shape.
         alone = await run_chunks(engine, "alone", args.warm_chunks + 2, request)
         await close_session(engine, "alone")
         done_s = [record["done"] for record in alone.records]
@@ -319,7 +320,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def set_plan(args: argparse.Namespace) -> None:
-    """Apply `--tiny`, check the numbers of chunks, and set the frames of a chunk."""
+    """Apply `--tiny`, check the numbers of chunks, and set the number of frames per chunk."""
     if args.tiny:
         args.size, args.height, args.width, args.dtype = "tiny", 64, 96, "float32"
         args.eager = True
@@ -367,8 +368,8 @@ def main() -> None:
         for policy in args.policies:
             try:
                 asyncio.run(measure_policy(model, policy, args, rows, keep))
-            # An error, for example too many sessions for the memory, must not lose earlier
-            # measurements.
+            # If an error occurs, for example because the sessions do not fit into memory, earlier
+            # measurements must not be lost.
             except Exception as error:
                 rows.append(
                     {"policy": policy, "held": False, "error": f"{type(error).__name__}: {error}"}

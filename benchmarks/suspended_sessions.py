@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure how many live sessions of causal Wan one GPU can hold in addition to those that play.
+"""Measure how many idle causal Wan sessions one GPU can serve alongside the playing sessions.
 
     # causal Wan 1.3B, 480x832, six sessions that play and four times as many that wait
     python benchmarks/suspended_sessions.py --decoder tiny \\
@@ -7,20 +7,20 @@
     # try it without a GPU
     python benchmarks/suspended_sessions.py --streams 2 --tiny
 
-Random weights with the released shapes give the same times as trained weights. The device may hold
-only the playing sessions and `--spare` more, regardless of its memory, so that all other sessions
-wait in host memory. The benchmark has these phases:
+Random weights with the released shapes give the same times as trained weights. Regardless of the
+device's memory, only the playing sessions and `--spare` additional sessions may be on the device,
+so all other sessions wait in host memory. The benchmark has these phases:
 
-1. Sessions play at their own rate, and no other session exists (`played_alone`).
-2. Sessions that will wait are opened one after the other. Each session fills its window.
-3. The waiting sessions play two chunks each, one session after the other, while no other session
-   plays. Only the first chunk moves a session back to the device, so the difference between the
-   times of the two chunks is the cost of the move (`idle`).
-4. The sessions of step 1 play again, and once per second a waiting session plays two chunks
+1. Sessions play at their own rate while no other session exists (`played_alone`).
+2. The waiting sessions are opened one after another. Each of these sessions fills its window.
+3. The waiting sessions play two chunks each, one session after another, while no other session
+   plays. A session is moved back to the device only for the first of its two chunks, so the
+   difference between the times of the two chunks is the cost of the move (`idle`).
+4. The sessions of phase 1 play again, and once per second a waiting session plays two chunks
    (`played_beside`, `under_load`).
 
-At the end, a session that never waits repeats the chunks of a session that did wait, and the frames
-of both must be equal.
+At the end, a session that never waits repeats the chunks of a session that did wait, and both
+sessions must return the same frames.
 """
 
 import argparse
@@ -58,7 +58,7 @@ PROMPT = "a coast road in the evening"
 
 
 def limit_sessions(worker: Any, count: int) -> int:
-    """Run in the worker: limit the device to `count` sessions of the size of the live sessions.
+    """Run in the worker: limit the device to the size of `count` live sessions.
 
     Returns:
         Size of one session in bytes.
@@ -70,7 +70,7 @@ def limit_sessions(worker: Any, count: int) -> int:
 
 
 def host_bytes(worker: Any) -> int:
-    """Run in the worker: return the resident memory of its process in bytes."""
+    """Run in the worker: return the resident memory of the worker's process in bytes."""
     import psutil
 
     return int(psutil.Process().memory_info().rss)
@@ -105,8 +105,8 @@ class Waiting:
 
 
 class Resumed:
-    """Times of the chunks for which a session was moved back to the device, and of the chunks that
-    followed.
+    """Times of the chunks that required moving a session back to the device, and times of the
+    chunks that followed.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the elapsed and processor time of chunks of a small LingBot World on a CPU.
+"""Measure the elapsed time and CPU time per chunk of a small LingBot World on a CPU.
 
-Chunks are measured in this process and in the real engine.
+Chunks are measured in this process and, with `--engine`, also in the real engine.
 
     # both chunk lengths, both decoders, in process
     python benchmarks/tiny_world_cpu.py
@@ -9,10 +9,10 @@ Chunks are measured in this process and in the real engine.
     python benchmarks/tiny_world_cpu.py --engine
     python benchmarks/tiny_world_cpu.py --model DIR --size 160x96
 
-Without `--model`, the script uses random weights with the sizes of the shipped world, which take
-the same time as trained weights. The script prints one JSON object. `wall_ms` and `cpu_ms` (of all
-threads) are measured in the steady state, when the window is full and the conditioning has settled.
-On a busy machine, use `min` and `cpu_ms`.
+Without `--model`, the script uses random weights with the shipped world's sizes. Random weights
+take the same time as trained weights. The script prints one JSON object. `wall_ms` and `cpu_ms`
+(summed over all threads) are measured in the steady state, when the window is full and the
+conditioning has settled. On a busy machine, use `min` and `cpu_ms`.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def write_world(out: Path) -> None:
 
 
 class Clocks:
-    """Elapsed and processor time of named stages, for each chunk."""
+    """Elapsed time and CPU time of named stages, for each chunk."""
 
     def __init__(self) -> None:
         self.chunks: list[dict[str, list[float]]] = []
@@ -100,8 +100,8 @@ def spread(values: list[float]) -> dict[str, float]:
 def in_process(
     model: Path, size: tuple[int, int], options: dict[str, Any], chunks: int, steady: int
 ) -> dict[str, Any]:
-    """Run the model in this process in the same way as the runner. `options` are the options under
-    `omni.model`.
+    """Run the model in this process in the same way as the runner does. `options` are the options
+    under `omni.model`.
     """
     import torch
 
@@ -159,8 +159,8 @@ def in_process(
 async def through_engine(
     model: Path, size: tuple[int, int], options: dict[str, Any], chunks: int, steady: int
 ) -> dict[str, Any]:
-    """Run the chunks of one client in the engine, one after the other. In the result, `beside` is
-    the time of a request in addition to the runner's own stages.
+    """Run one client's chunks in the engine, one after another. In the result, `beside_stages_ms`
+    is the part of a request's time that is not spent in the runner's own stages.
     """
     import torch
 

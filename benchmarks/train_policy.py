@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the policy of `examples/online_serving/train_policy.py` on this machine, and save the
+"""Train the policy from `examples/online_serving/train_policy.py` on this machine, and save the
 results.
 
     python benchmarks/train_policy.py                    # a few minutes on two quiet CPU cores
 
-The result contains the training time, and how many metres closer the trained policy and random keys
-get to a landmark of the demo world in new episodes.
+The benchmark reports the training time. It also reports how many metres closer to a landmark in the
+demo world the trained policy and random keys each get in new episodes.
 """
 
 import runpy

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the latency of a transport, from an encoded frame to its display in Chromium.
+"""Measure the latency of WebSocket and WebRTC video, from encoded frame to display in Chromium.
 
-Server and headless browser run on one machine.
+The server and the headless browser run on one machine.
 
     python benchmarks/transport_latency.py
 
-The engine is a fake one whose frames are noise, so that frames are as large as those of a detailed
-scene. The clocks of server and page are compared through the browser's driver. The following times
-are measured for each frame:
+A fake engine generates noise frames, so the encoded frames are as large as those of a detailed
+scene. The clocks of the server and the page are compared through the browser's driver. The
+following times are measured for each frame:
 
-    websocket   from the end of the frame's encoding to the first refresh of the display after its
-                decoding. The time in the page's playback buffer, which would follow, is excluded
+    websocket   from the end of the frame's encoding to the first display refresh after its
+                decoding; excludes the time that the frame would then spend in the playback buffer
     webrtc      from the first packet of the frame (frames are sent when they are due to play) to
                 the time at which the browser expects to display it, including the browser's own
                 jitter buffer
@@ -54,7 +54,7 @@ LISTEN_WEBRTC = """(() => { const view = document.querySelector("#view"), seen =
 
 
 def clock_offset_s(page: Page) -> float:
-    """Return the monotonic time of this process at which the page's clock was 0."""
+    """Return this process's monotonic time at the moment when the page's clock was 0."""
     offsets = []
     for _ in range(40):
         before_s = time.monotonic()
@@ -95,7 +95,7 @@ def play_websocket(page: Page, url: str) -> None:
     page.wait_for("document.body.dataset.link === 'up'")
     page.click("#start .main")
     page.wait_for("document.querySelector('#view').classList.contains('has-picture')", 60)
-    page.key("keyDown", "w")  # a page without input requests no chunks
+    page.key("keyDown", "w")  # the page requests no chunks without input
     page.run(LISTEN_WEBSOCKET)
 
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alternative kernels for the fused Wan decoder, which `vae_kernels.py` compares and the server
-does not use.
+"""Alternative kernels for the fused Wan decoder. `vae_kernels.py` compares these kernels; the
+server does not use them.
 
-The alternatives are the pass before a convolution with one Triton program per frame (a program of
-the served kernel processes some pixels of all frames), and the convolution as implicit GEMMs in
-Triton.
+There are two alternatives. One is the pass before a convolution, with one Triton program per frame.
+(In the served kernel, each program processes some pixels of all frames.) The other is the
+convolution as implicit GEMMs in Triton.
 """
 
-# T frames, H rows, W columns, P = H W, C channels, OUT channels of a result; activations are [T, H,
-# W, C] in memory
+# T frames, H rows, W columns, P = H W pixels, C input channels, OUT output channels; activations
+# are [T, H, W, C] in memory
 
 import torch
 import triton
@@ -41,7 +41,7 @@ def _stack_kernel(
     SHUFFLED: tl.constexpr,
 ):
     pixel = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
-    frame = tl.program_id(1).to(tl.int64)  # index among past and new frames
+    frame = tl.program_id(1).to(tl.int64)  # index into the past frames followed by the new frames
     channel = tl.arange(0, BLOCK_C)
     mask = (pixel < P)[:, None] & (channel < C)[None, :]
     at = pixel[:, None] * C + channel[None, :]
@@ -97,8 +97,8 @@ def stack(
     block=4096,
     warps=8,
 ):
-    """Compute SiLU(RMS norm(x + bias + residual)), appended to `past`, and put every frame next to
-    its two predecessors.
+    """Compute SiLU(RMS norm(x + bias + residual)), append the result to `past`, and place every
+    frame next to its two predecessors.
 
     `x` is [T, H, W, C] or, if shuffled, [T, H/2+1, W/2+1, 4C]. `past` is [2, H, W, C]. Return the
     result [T, H, W, 3C] (with slots=3) or [T+2, H, W, C] (with slots=1), the last two frames [2, H,
@@ -167,8 +167,8 @@ def _conv_kernel(
     BK: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):
-    """Convolution as an implicit GEMM: x [T+2, H, W, C], w [27 C, O] -> out [T, H, W, O]. Each
-    program computes a tile of BH x BW pixels of one frame.
+    """Compute a convolution as an implicit GEMM: x [T+2, H, W, C], w [27 C, O] -> out [T, H, W, O].
+    Each program computes a tile of BH x BW pixels in one frame.
     """
     across = tl.cdiv(W, BW)
     down = tl.cdiv(H, BH)
@@ -238,8 +238,8 @@ def _conv_tma_kernel(
     x_desc, w_desc, bias_ptr, out_ptr, T, H, W, OUT,
     C: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The same convolution as `_conv_kernel`, but the copy engine (TMA) loads each shifted box of
-    pixels and fills pixels outside the frame with zeros.
+    """Compute the same convolution as `_conv_kernel`, using the copy engine (TMA). The copy engine
+    loads each shifted box of pixels and fills pixels outside the frame with zeros.
     """
     across = tl.cdiv(W, BW)
     down = tl.cdiv(H, BH)

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check and time the Wan VAE's decode as it is served (`StreamingWanVAE`) on one GPU.
+"""Check and time the Wan VAE's decode, as it runs in the server (`StreamingWanVAE`), on one GPU.
 
 The benchmark runs the decoder without an engine.
 
     python benchmarks/vae_decode.py
     python benchmarks/vae_decode.py --release 2.2    # at 704x1280, and the tiny decoder's times
 
-The weights are random, in bf16, and frames have 480x832 pixels. The checks of the fused decoder
-cover its error against fp32 compared with that of the plain decoder, bit-identical results however
-a stream is split, streams that are decoded together, two bands of rows (on two threads instead of
-two ranks), and a stream that continues in the other decoder. The script then measures the median
-time of decoding 12 frames with the fused, the plain and the compiled plain decoder, the kernels of
-the fused decoder, and (for Wan 2.1) its parts next to alternatives. The exit status is 1 if a check
-fails. On a CPU (`--height 48 --width 80 --base-dim 4`), the script runs the checks with the
-kernels' plain versions and measures no times.
+The weights are random and in bf16. Frames are 480x832 pixels. The script first checks that the
+fused decoder's error relative to fp32 is at most about 1.2 times the plain decoder's error. It then
+checks that the results are bit-identical however a stream is split. It also checks streams that are
+decoded together, two bands of rows (on two threads instead of two ranks), and a stream that
+continues in the other decoder. Finally, the script measures the median time of decoding 12 frames
+with the fused, the plain and the compiled plain decoder. It also times the fused decoder's kernels
+and (for Wan 2.1) the fused decoder's operations next to alternatives. The exit status is 1 if a
+check fails. On a CPU (`--height 48 --width 80 --base-dim 4`), the script runs the checks with the
+kernels' plain versions, without timing them.
 """
 
 import argparse
@@ -45,7 +46,7 @@ START = time.monotonic()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 BAND_ERROR = 2e-2
-"""Largest accepted relative error between two computations that round differently."""
+"""Largest accepted relative error between two results that were rounded differently."""
 
 
 def log(text: str) -> None:
@@ -71,7 +72,7 @@ def fuse(decoder: Any, bands: RowBands | None) -> FusedDecoder | None:
 
 
 def config_of(release: str, base_dim: int | None) -> VAEConfig:
-    """Return the config of the released network, or the same config with another width."""
+    """Return the released network's config, with `base_dim` as its width if it is not None."""
     config = WAN_2_2_VAE if release == "2.2" else VAEConfig()
     if base_dim is None:
         return config
@@ -100,9 +101,7 @@ def build(
 
 
 def with_random_weights(vae: StreamingWanVAE) -> StreamingWanVAE:
-    """Set random weights that are rounded to `DTYPE`, so that they have the same values in every
-    dtype.
-    """
+    """Set random weights, rounded to `DTYPE` so that they have the same values in every dtype."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in vae.named_parameters():
         scale = 0.6 / parameter[0].numel() ** 0.5 if parameter.dim() > 1 else 0.3
@@ -143,8 +142,8 @@ class ThreadBands(RowBands):
 
 
 class LonelyBands(RowBands):
-    """Row bands of the first of two ranks, which uses its own rows in place of the other rank's.
-    This class is used to measure times without halo exchanges.
+    """Row bands for the first of two ranks. Instead of the other rank's rows, this rank uses its
+    own rows, so times can be measured without halo exchanges.
     """
 
     def gathered(self, own: torch.Tensor) -> torch.Tensor:
@@ -286,9 +285,9 @@ def time_decode(
     times: dict[str, Any],
     repeats: int = 7,
 ) -> Callable[[], Any]:
-    """Measure a decode of 12 frames after a stream's first latent, and its peak memory in addition
-    to the memory that was allocated before the decode. Return the function that decodes the 12
-    frames.
+    """Measure the time of decoding 12 frames after a stream's first latent frame, and the decode's
+    peak memory beyond the memory that was allocated before it. Return the function that decodes the
+    12 frames.
     """
     latents = stream(vae.config, 4, *size)
     first, rest = latents[:, :, :1], latents[:, :, 1:]
@@ -341,9 +340,7 @@ def kernels(run: Callable[[], Any]) -> list[list[Any]]:
 
 
 def time_parts(args: argparse.Namespace) -> dict[str, Any]:
-    """Time the operations of a layer at each size, with the served kernels and with
-    alternatives.
-    """
+    """Time a layer's operations at each size, with the served kernels and with alternatives."""
     from vae_candidates import stack as a_frame_a_program
 
     from vllm_omni.model_executor.models.wan.vae import stack_kernels
@@ -429,7 +426,9 @@ def time_combined(
     bias: torch.Tensor,
     weight: torch.Tensor,
 ) -> dict[str, float]:
-    """Time convolutions of combined frames, and the passes before and after them."""
+    """Time the convolutions over combined frames, and the passes before and after these
+    convolutions.
+    """
     from vllm_omni.model_executor.models.wan.vae import stack_kernels
 
     found: dict[str, float] = {}
@@ -462,7 +461,7 @@ def add_network_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_network(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the arguments, apply the defaults of the release, and add `config`."""
+    """Parse the arguments, apply the release's defaults, and add `config`."""
     args = parser.parse_args()
     height, width = (704, 1280) if args.release == "2.2" else (480, 832)
     args.height, args.width = args.height or height, args.width or width

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check and time the Wan VAE's encode of a start image (`StreamingWanVAE`) on one GPU.
+"""Check and time the Wan VAE's encoding of a start image (`StreamingWanVAE`) on one GPU.
 
-The encoder runs as it is served, but without an engine.
+The encoder runs as in the server, but without an engine.
 
     python benchmarks/vae_encode.py
     python benchmarks/vae_encode.py --release 2.2    # at 704x1280
     python benchmarks/vae_encode.py --height 48 --width 80 --base-dim 4    # the checks, on a CPU
 
-The weights are random, in bf16, and frames have 480x832 pixels. The input is the image and eight
-grey frames, which encode to the three latent frames of a world's first chunk. The result contains
-the errors of the fused and the plain encoder against fp32, the median times of both, and the
-kernels of the fused encoder. The exit status is 1 if the error of the fused encoder is more than
-1.2 times that of the plain encoder.
+The weights are random and in bf16. Frames are 480x832 pixels. The input consists of the image and
+eight grey frames, which encode to the three latent frames of a world's first chunk. The benchmark
+reports the errors of the fused and the plain encoder against fp32, the median times of both
+encoders, and the kernels of the fused encoder. The exit status is 1 if the fused encoder's error is
+more than 1.2 times the plain encoder's error.
 """
 
 import argparse

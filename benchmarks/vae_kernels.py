@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare several ways to compute layers of the Wan VAE's decoder (`vae_candidates.py`) on one GPU.
+"""Compare several implementations of the Wan VAE decoder's layers (`vae_candidates.py`) on one GPU.
 
     python benchmarks/vae_kernels.py --seconds 140 > vae_kernels.json
 
-The weights are random, in bf16, with the shapes of the Wan 2.1 decoder, and frames have 480x832
-pixels. Each candidate is compared with plain arithmetic in fp32 before it is timed. Times are
-medians in milliseconds. `vae_decode.py` measures the whole decoder as it is served. On a CPU
-(TRITON_INTERPRET=1, `--tiny`), the script checks the candidates at a tiny size and measures no
-times.
+The weights are random, in bf16, and have the Wan 2.1 decoder's shapes. Frames are 480x832 pixels.
+Each candidate is compared with plain arithmetic in fp32 before it is timed. Times are medians in
+milliseconds. `vae_decode.py` measures the whole decoder as it runs in the server. On a CPU
+(TRITON_INTERPRET=1, `--tiny`), the script checks the candidates at a tiny size, without timing
+them.
 """
 
-# T frames, H rows, W columns, P = H W, C channels, O channels of a result; activations are [T, H,
-# W, C] in memory
+# T frames, H rows, W columns, P = H W pixels, C input channels, O output channels; activations are
+# [T, H, W, C] in memory
 
 import argparse
 import json
@@ -99,8 +99,8 @@ CONV_CONFIGS: dict[int, list[tuple[str, tuple[int, ...]]]] = {  # BH, BW, BN, BK
 
 
 def convolutions(channels: int, frames: int, height: int, width: int) -> None:
-    """Compare the candidates for one causal 3x3x3 convolution of a level. Some rows also include
-    the norm and SiLU before the convolution, as the names of these rows state.
+    """Compare the candidates for one causal 3x3x3 convolution at one decoder level. Some rows also
+    include the norm and SiLU before the convolution, as their names state.
     """
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     name = f"conv {channels}, {frames} frames"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the shipped demo world or another world as a player sees it in a browser.
+"""Measure what a player of the shipped demo world, or of another world, sees in a browser.
 
 The benchmark uses `vllm serve --omni`, headless Chromium and held keys.
 
@@ -9,16 +9,16 @@ The benchmark uses `vllm serve --omni`, headless Chromium and held keys.
     vllm-omni make-tiny matrix_game tiny_matrix_game
     python benchmarks/village_in_browser.py --model tiny_matrix_game --size 96x64
 
-Server and browser share the machine, as on a laptop. After `--settle` seconds of walking, in which
-the window fills, the conditioning settles and the playback buffer adapts, the values that the page
-itself shows are read for `--seconds`:
+The server and the browser share the machine, as on a laptop. During the first `--settle` seconds of
+walking, the window fills, the conditioning settles and the playback buffer adapts. The benchmark
+then reads the values that the page itself shows, for `--seconds`:
 
     shown_fps
         frames drawn per second, which cannot exceed the world's own rate
     chunk_ms
         time from the request for a chunk to its arrival
     server_fps
-        frames of a chunk divided by the median of `chunk_ms`, which is the server's upper bound
+        frames per chunk divided by the median of `chunk_ms`, which is the server's upper bound
     stages_ms
         stage times of the last chunk, as the server reports them
     input_to_photon_ms
@@ -49,10 +49,10 @@ from common import add_output_arguments, quantiles, save
 
 PARTS = "import('/omni/js/main.js').then((m) => m.parts)"
 WALK = ("w", "l", "w", "j", "a", "l", "d", "j")
-"""Keys that are held one after the other.
+"""Keys that are held one after another.
 
-The time for which each key is held is not a multiple of a chunk's time, so key changes occur
-anywhere within a chunk.
+The hold time of each key is not a multiple of a chunk's duration, so key changes occur anywhere
+within a chunk.
 """
 KEY_S = 1.3
 
@@ -68,7 +68,7 @@ READ = f"""{PARTS}.then(({{ app }}) => ({{ ...window.seen, shown: app.player.num
 
 
 def walk(page: Page, seconds: float, keys: "itertools.cycle[str]") -> None:
-    """Hold the keys one after the other for `seconds`."""
+    """Hold the keys one after another, for `seconds` in total."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         key = next(keys)
@@ -113,7 +113,7 @@ def served_page(model: Path, size: str, options: dict[str, Any]) -> Iterator[Pag
 
     Args:
         model: Checkpoint directory.
-        size: Size of the frames, as WIDTHxHEIGHT.
+        size: Frame size as WIDTHxHEIGHT.
         options: Options under `omni.model`.
     """
     from vllm_omni.entrypoints.cli import demo

@@ -14,12 +14,12 @@ decode time and memory.
     python benchmarks/wan2_2.py --tiny --size t2v-a14b
 
 Random weights with the released shapes give the same times as trained weights. A step includes both
-branches of guidance. A14B switches experts at a certain noise level, so a few steps are enough to
-use both. A run that uses only one expert would not measure the other, and is an error. Step times
-are device times that the runner reports. The first step of an expert also computes the keys and
-values of the prompts, so medians exclude it if there are other steps. `ideal` is the time that the
-arithmetic of the steps takes at the measured GEMM rate of the GPU (790 TFLOP/s on an H200).
-`--tiny` runs the small model of the tests in the same layout.
+guidance branches. A14B switches experts at a certain noise level, so a few steps are enough to use
+both experts. A run that uses only one expert fails, because it would not measure the other expert.
+The runner reports step times, which are device times. An expert's first step also computes the
+prompts' keys and values, so medians exclude the first step if the expert has other steps. `ideal`
+is the time that the steps' arithmetic would take at the GPU's measured GEMM rate (790 TFLOP/s on an
+H200). `--tiny` runs the tests' small model in the same layout.
 """
 
 import argparse
@@ -51,7 +51,7 @@ GEMM_FLOPS = 790e12
 """Measured rate of bf16 matrix products on an H200, in FLOP/s."""
 TEXT_ROWS = 512
 LAYOUTS = {"ti2v-5b": "ti2v", "t2v-a14b": "t2v", "i2v-a14b": "i2v"}
-"""Released model -> layout for `make-tiny wan2_2`."""
+"""Maps each released model to its layout for `make-tiny wan2_2`."""
 
 A14B = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40}
 TRANSFORMERS: dict[str, dict[str, Any]] = {
@@ -88,7 +88,8 @@ VAE_5B = {
 
 
 def write_checkpoint(root: Path, size: str) -> None:
-    """Write a diffusers directory of a released model without weights, for --load-format dummy.
+    """Write a diffusers directory without weights for a released model, to be loaded with
+    --load-format dummy.
 
     The directory contains no `text_encoder/`, so the text encoder has the sizes of umt5-xxl (5.7
     billion parameters).
@@ -129,7 +130,7 @@ def write_checkpoint(root: Path, size: str) -> None:
 
 
 def expert_of_steps(model: Path, steps: int, flow_shift: float | None) -> list[str]:
-    """Return which transformer computes each step of a request, according to the checkpoint's own
+    """Return which transformer runs each step of a request, according to the checkpoint's own
     schedule.
     """
     import torch
@@ -148,8 +149,8 @@ def expert_of_steps(model: Path, steps: int, flow_shift: float | None) -> list[s
 
 
 def step_flops(config: Any, tokens: int) -> float:
-    """Return the FLOPs of one step with both branches of guidance: linear layers, self-attention
-    and cross-attention.
+    """Return the FLOPs of one step with both guidance branches: linear layers, self-attention and
+    cross-attention.
     """
     linear = 2 * tokens * (6 * config.dim**2 + 2 * config.dim * config.ffn_dim) * config.num_layers
     attention = 4 * tokens * (tokens + TEXT_ROWS) * config.dim * config.num_layers
@@ -249,8 +250,8 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def seconds_by_expert(steps_ms: list[list[float]], experts: list[str]) -> dict[str, list[float]]:
-    """Return the seconds of all steps by expert. The first step of an expert in a request is left
-    out if the request has other steps of this expert.
+    """Return the durations of all steps in seconds, by expert. An expert's first step in a request
+    is left out if the expert runs other steps in that request.
     """
     names = list(dict.fromkeys(experts))
     seconds: dict[str, list[float]] = {}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure Waypoint 1.5 at full size with random weights in the real engine.
 
-The result contains frames per second, the time to the first frame, stage times and memory.
+The benchmark reports frames per second, the time to the first frame, stage times and memory.
 
     python benchmarks/waypoint.py                                       # 1.5 at 720x1280, one GPU
     python benchmarks/waypoint.py --model-options '{"cuda_graphs": false}'
@@ -11,13 +11,13 @@ The result contains frames per second, the time to the first frame, stage times 
     # without a GPU
     python benchmarks/waypoint.py --tiny --height 40 --width 64 --eager --chunks 12 --warm-chunks 6
 
-Random weights with the released shapes give the same times as trained weights. The steady state is
-the median over all chunks (of four video frames) after both kinds of ring buffers are full, which
-is the case at latent frame 120. Chunks are measured end to end, from the controls to the uint8
-frames, and each chunk is requested while its predecessor is running. The model's own rate is 60
-frames per second. `time_to_first_frame_ms` is measured in the first session. `later_first_frames`
-are measured in five more sessions, which run one after the other on the same engine. Each entry of
-`later_first_frames` also contains the stage times and the time spent `outside` the model.
+Random weights with the released shapes give the same times as trained weights. Steady-state values
+are medians over all chunks (of four video frames) after both kinds of ring buffers are full, which
+happens at latent frame 120. Chunks are measured end to end, from the controls to the uint8 frames.
+Each chunk is requested while its predecessor is running. The model's own rate is 60 frames per
+second. `time_to_first_frame_ms` is measured in the first session. `later_first_frames` are measured
+in five more sessions, which run one after another on the same engine. Each entry of
+`later_first_frames` also contains the stage times and the time spent outside the model (`outside`).
 """
 
 import argparse
@@ -54,12 +54,12 @@ from common import (
 
 NATIVE_FPS = 60.0
 RELEASES = {"v1_5": "waypoint", "v1_5_360p": "waypoint_360p"}
-"""Release -> its name in `vllm-omni plan`."""
+"""Maps each release to its name in `vllm-omni plan`."""
 
 
 def write_checkpoint(root: Path, release: str) -> None:
-    """Write a checkpoint directory of a released architecture without weights, for --load-format
-    dummy.
+    """Write a checkpoint directory without weights for a released architecture, to be loaded with
+    --load-format dummy.
     """
     from vllm_omni.model_executor.models.waypoint.releases import GRIDS, WAYPOINT_1_5
 
@@ -72,8 +72,8 @@ def write_checkpoint(root: Path, release: str) -> None:
 def session_chunk(
     engine: Any, name: str, args: argparse.Namespace
 ) -> Callable[[int], Coroutine[Any, Any, dict[str, Any]]]:
-    """Return a function that runs a session's chunk by index and returns a record of its arrival
-    time, stage times and frames.
+    """Return a function that runs the chunk with a given index and returns a record of the chunk's
+    arrival time, stage times and frames.
     """
     import torch
 
@@ -108,7 +108,7 @@ def session_chunk(
 
 
 async def play(engine: Any, name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run the chunks of one session, and return the stage times and the arrival time of each."""
+    """Run the chunks of one session, and return each chunk's stage times and arrival time."""
     chunk = session_chunk(engine, name, args)
     start = time.perf_counter()
     pending = [asyncio.create_task(chunk(0))]

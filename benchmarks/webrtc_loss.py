@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure how long the video freezes with WebRTC in headless Chromium over a bad network.
+"""Measure how long WebRTC video freezes in headless Chromium over a bad network.
 
     python benchmarks/webrtc_loss.py                       # 2 % loss, 50 ms jitter, 4 Mbit/s, 5 min
     python benchmarks/webrtc_loss.py --loss 0.05 --minutes 1
 
-Server, browser and a relay of UDP packets (tests/helpers/relay.py) run on this machine. The engine
-is a fake one whose frames are noise, so that the encoder always fills the bandwidth. The loss
-applies to both directions. A freeze is a gap of more than `--freeze-ms` between two frames that
-the page showed.
+The server, the browser and a UDP packet relay (tests/helpers/relay.py) run on this machine. A fake
+engine generates noise frames, so the encoder always fills the bandwidth. The loss applies to both
+directions. A freeze is a gap of more than `--freeze-ms` between two consecutive frames on the page.
 """
 
 import argparse

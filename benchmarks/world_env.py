@@ -6,13 +6,14 @@
     python benchmarks/world_env.py --remote tiny --size 96x64                # over HTTP, on a CPU
     python benchmarks/world_env.py --remote 1.3B --size 832x480              # over HTTP, on a GPU
 
-Without `--remote`, the two methods step the same engine alternately (A B A B ...), so that a change
-in the machine's load affects both. A step is one chunk of every environment. Processor time is the
-sum over this process and the engine. The result is the median of the ratios of all pairs.
+Without `--remote`, environments on the same engine are stepped together and one by one, alternately
+(A B A B ...), so a change in the machine's load affects both methods. A step is one chunk in every
+environment. CPU time is summed over this process and the engine. The result is the median ratio
+over all pairs.
 
 With `--remote`, `vllm serve` serves causal Wan at full size with random weights on this machine,
-and a client steps 1, 4 and 16 environments, with frames and with latents as observations. Each
-number of environments has its own warm-up (`--warm`).
+and a client steps 1, 4 and 16 environments, with frames and with latents as observations. The run
+for each number of environments has its own warm-up (`--warm`).
 """
 
 import argparse
@@ -34,7 +35,7 @@ from common import add_output_arguments, save
 
 
 def processor_s() -> float:
-    """Return the processor seconds so far of this process and all its descendants."""
+    """Return the CPU time in seconds that this process and all its descendants have used so far."""
     import psutil
 
     me = psutil.Process()
@@ -53,7 +54,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def measure(envs: list[Any], actions: list[Any]) -> tuple[float, float]:
-    """Step every environment once, and return the (elapsed, processor) seconds."""
+    """Step every environment once, and return the elapsed time and the CPU time in seconds."""
     wall, processor = time.perf_counter(), processor_s()
     for env, action in zip(envs, actions, strict=True):
         env.step(action)
@@ -126,7 +127,7 @@ def run(args: argparse.Namespace) -> None:
             times = measure(envs, [env.action_space.sample() for env in envs])
             if pair >= args.warm:
                 taken[name].append(times)
-    for env in (*single, together):  # closing the last one stops the engine
+    for env in (*single, together):  # closing the last environment stops the engine
         env.close()
     pairs = list(zip(taken["one_after_the_other"], taken["together"], strict=True))
     rows = {
@@ -197,7 +198,7 @@ def run_remote(args: argparse.Namespace) -> None:
 def step_remote(
     port: int, count: int, kind: dict[str, Any], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Step `count` environments on the server, and return the times of the steps."""
+    """Step `count` environments on the server, and return the step times."""
     from vllm_omni.environments.world import WorldVectorEnv
 
     env = WorldVectorEnv.connect(f"http://127.0.0.1:{port}", count, prompt="a coast road", **kind)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the table of docs/architecture/ar_compatibility.md from the outcomes of tests.
+"""Write the table in docs/architecture/ar_compatibility.md from test outcomes.
 
-The table shows which features of vLLM work with the AR worker's runners.
+The table shows which vLLM features work with the AR worker on each of vLLM's model runners (V1 and
+V2).
 
     python scripts/ar_compatibility.py           # run every marked test that this machine can run
     python scripts/ar_compatibility.py -m cuda   # any arguments of pytest, here: GPU tests only
     python scripts/ar_compatibility.py --render  # write the table from the stored outcomes
 
 Tests marked with `@feature` (tests/helpers/ar_compatibility.py) verify the rows. The outcomes are
-stored next to the table, so that a CPU machine and a GPU machine can each add their own outcomes. A
+stored next to the table, so a CPU machine and a GPU machine can each add their own outcomes. A
 skipped test does not change its stored outcome. tests/docs/test_ar_compatibility.py verifies the
 committed table.
 """
@@ -53,11 +54,11 @@ def main(arguments: list[str]) -> int:
 
 
 class Outcomes:
-    """A pytest plugin that collects the outcomes of marked tests, over all parameters of a test.
+    """A pytest plugin that collects one outcome per marked test, across all of its parameters.
 
     Args:
-        keep: Function that is called with the outcome of a test as soon as it is known, so that an
-            interrupted run does not lose outcomes.
+        keep: Function called with a test's outcome as soon as it is known, so an interrupted run
+            does not lose outcomes.
     """
 
     def __init__(self, keep: Callable[[dict[str, str]], None]) -> None:
@@ -108,7 +109,7 @@ def keep(outcomes: dict[str, str]) -> None:
 
 
 def marks() -> Iterator[dict[str, str]]:
-    """Return name, runner, kind, note and test of every `@feature` mark in the tests."""
+    """Yield the name, runner, kind, note and test of every `@feature` mark in the tests."""
     for folder in FOLDERS:
         for path in sorted((REPO / folder).glob("test_*.py")):
             for node in ast.walk(ast.parse(path.read_text())):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the documentation site: `make docs`, or `python scripts/docs_site.py [FOLDER]`.
 
-The default folder is `build/site`. Pages remain at their locations in the repository, for example
-guides under docs/ and the notes of a model next to its code. MkDocs requires a single folder, so
-this script copies the pages and the files that they link to into one folder. A link to a folder
+The default folder is `build/site`. In the repository, pages remain where they are, for example
+guides under docs/ and a model's notes next to its code. MkDocs requires a single folder, so this
+script copies the pages, and the files to which they link, into one folder. A link to a folder
 becomes a link to its README, or plain text if the folder has no README.
 tests/docs/test_docs_site.py verifies the result.
 """
@@ -53,8 +53,8 @@ def _lines(page: Path, folder: Path) -> Iterator[str]:
 
 
 def links(text: str) -> Iterator[re.Match[str]]:
-    """Yield the links of a page to other files of the repository, with the groups `text`, `target`
-    and `anchor`.
+    """Yield a page's links to other files in the repository, as matches with the `text`, `target`
+    and `anchor` groups.
     """
     for line, is_prose in _prose(text):
         if is_prose:
@@ -74,7 +74,7 @@ def _is_file(target: str) -> bool:
 
 
 def _linked(link: re.Match[str], page: Path, folder: Path) -> str:
-    """Return a link in the form that it has on the site, and copy the linked file."""
+    """Return a link as it appears on the site, and copy the linked file."""
     text, target, anchor = link["text"], link["target"], link["anchor"] or ""
     if not _is_file(target):
         return link[0]

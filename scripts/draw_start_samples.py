@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the sample start images of the web page. The output is deterministic, 20 to 60 kB per JPEG.
+"""Draw the web page's sample start images. They are deterministic JPEG files of 20 to 60 kB each.
 
 python scripts/draw_start_samples.py vllm_omni/entrypoints/webui/static/samples
 """
@@ -17,7 +17,7 @@ Colour = tuple[int, int, int]
 
 
 class Scene:
-    """An image under construction. Coordinates are those of the finished 832x480 image."""
+    """An image that is being drawn. Coordinates are those of the finished 832x480 image."""
 
     def __init__(self, seed: int) -> None:
         self.random = np.random.default_rng(seed)

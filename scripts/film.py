@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert the demo's video to the animation in the README and on the home page of the site.
+"""Convert the demo's video to the animation in the README and on the site's home page.
 
     vllm-omni demo --once
     python scripts/film.py demo.mp4
 
-The second command writes docs/how_to/walk.webp, which contains every second frame, enlarged three
-times, at the speed of the walk. A second argument names a different output file.
+The second command writes docs/how_to/walk.webp, an animation that plays at the speed of the walk
+and contains every second frame, enlarged three times. A second argument names a different output
+file.
 """
 
 import sys

@@ -55,7 +55,9 @@ def load(path: str) -> type[msgspec.Struct]:
 
 
 def texts(options: type[msgspec.Struct]) -> dict[str, str]:
-    """Return the text of each option, from the fields and docstrings of the class and its bases."""
+    """Return the text of each option, read from the fields and docstrings of the class and its base
+    classes.
+    """
     names = [field.name for field in msgspec.structs.fields(options)]
     word = rf"(?:{'|'.join(sorted(names, key=len, reverse=True))})(?: \([^)]*\))?"
     heading = re.compile(rf"(?<![\w.`])({word}(?:(?:, |; | and ){word})*): ")
@@ -77,7 +79,7 @@ def texts(options: type[msgspec.Struct]) -> dict[str, str]:
 
 
 def field_texts(owner: type) -> dict[str, str]:
-    """Return the string literal below each annotated field of a class, which must be written in
+    """Return the string literal below each annotated field of a class. The class must be written in
     Python.
     """
     if not issubclass(owner, msgspec.Struct) or owner is msgspec.Struct:
@@ -124,7 +126,7 @@ def _bounds(meta: Any) -> str:
 
 
 def rows(options: type[msgspec.Struct]) -> list[tuple[str, str, str, str]]:
-    """Return (name, default, allowed values, text) of each option.
+    """Return (name, default, allowed values, text) for each option.
 
     Raises:
         ValueError: An option has no text.

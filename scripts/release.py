@@ -10,9 +10,9 @@ The script writes these files to `dist/`:
     SHA256SUMS                         checksums of the files above, for `sha256sum --check`
 
 The files are built from the committed files of HEAD, not from the working tree, and all times in
-them are the time of that commit. Wheel and sdist are therefore byte-identical on every machine
-(tests/test_release.py). The script needs pip's package index for the build back end, but no other
-network access, account or secret. The script does not publish the release.
+them are the time of that commit. The wheel and the sdist are therefore byte-identical on every
+machine (tests/test_release.py). The script needs pip's package index for the build back end, but no
+other network access, account or secret. The script does not publish the release.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
 EXTRAS = ("cpu", "cuda", "ray", "otel", "webrtc", "env")
-"""Extras of the package that are for users. Extras that are not listed are for development."""
+"""Extras of the package that are intended for users. All other extras are for development."""
 SBOM, LICENCES, SUMS = "sbom.cdx.json", "licences.md", "SHA256SUMS"
 _PERMISSIVE = re.compile(
     r"MIT|BSD|Apache|ISC|PSF|Python Software|Unlicense|CC0|Zlib|HPND", re.IGNORECASE
@@ -76,7 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check_versions(repo: Path) -> str:
-    """Return the version in pyproject.toml, which is the only place where it is defined.
+    """Return the version in pyproject.toml, the only place that defines it.
 
     Raises:
         ReleaseError: CITATION.cff or the changelog states a different version.
@@ -93,7 +93,7 @@ def check_versions(repo: Path) -> str:
 
 
 def build(commit: str, out: Path) -> None:
-    """Build sdist and wheel of a commit into `out`."""
+    """Build a commit's sdist and wheel into `out`."""
     out.mkdir(parents=True, exist_ok=True)
     made_at = int(git("log", "-1", "--format=%ct", commit))
     with tempfile.TemporaryDirectory() as folder:
@@ -114,7 +114,7 @@ def build(commit: str, out: Path) -> None:
 def normalise_sdist(path: Path, made_at: int) -> None:
     """Rewrite an sdist without the metadata that depends on the machine.
 
-    For an sdist, unlike for a wheel, setuptools copies times, owners and modes from the file
+    For an sdist, but not for a wheel, setuptools copies times, owners and modes from the file
     system.
 
     Args:
@@ -145,7 +145,7 @@ def write_sbom(path: Path) -> None:
 
 def write_licences(path: Path) -> None:
     """Write the licences of all installed dependencies, including those of `EXTRAS`, and list the
-    libraries that these packages contain.
+    shared libraries that these packages bundle.
     """
     name = str(tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["name"])
     packages = dependencies(name, EXTRAS)
@@ -169,7 +169,7 @@ def licence_tables(packages: list[dict[str, str]]) -> str:
     those with permissive licences.
 
     Args:
-        packages: Output of pip-licenses. Some packages state the whole text of their licence as its
+        packages: Output of pip-licenses. Some packages give the full licence text as the licence's
             name.
     """
     rows: tuple[list[str], list[str]] = ([], [])
@@ -215,7 +215,8 @@ def library_table(libraries: dict[str, list[str]]) -> str:
 def dependencies(name: str, extras: Iterable[str] = ()) -> list[str]:
     """Return the names of the installed distributions that `name` requires, directly or indirectly.
 
-    Requirements for other machines, and packages that are not installed, are left out.
+    Requirements that apply only to other platforms, and packages that are not installed, are left
+    out.
     """
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name

@@ -7,8 +7,8 @@
     python scripts/results_page.py --check
 
 Each file in `benchmarks/results` is one row, or a list of named rows if one benchmark measures
-several. A benchmark writes date, command, hardware, versions and `result`. A person adds `record`,
-which defines what the row shows:
+several. A benchmark writes the date, command, hardware, versions and `result`. A person adds
+`record`, which defines what the row shows:
 
     "record": {
       "table": "causal_wan",              one of `TABLES`
@@ -19,9 +19,9 @@ which defines what the row shows:
       "values": [{"name": "frames/s", "decimals": 1, "starts": [43.1, 42.9]}]
     }
 
-`starts` contains one value per start of the command. A cell shows the median of these values and,
-if there are several, their range. tests/docs/test_results_page.py fails when the committed pages
-differ from the generated ones.
+`starts` contains one value for each time that the command was run. A cell shows the median of these
+values and, if there are several, their range. tests/docs/test_results_page.py fails when the
+committed pages differ from the generated ones.
 """
 
 import argparse
@@ -115,7 +115,7 @@ TABLES = {
         "A tiny or an idle model unless the row names another one.",
     ),
 }
-"""Heading and introduction of each table, in the order in which the page shows them."""
+"""Heading and introduction of each table, in page order."""
 
 README_ROWS = (
     "2026-11-30_lingbot_world_fp8",
@@ -173,9 +173,7 @@ class Row:
 
     @property
     def command(self) -> str:
-        """Return the command without the options for the name and the folder under which the run
-        was saved.
-        """
+        """Return the command without the options that set the run's name and output folder."""
         return re.sub(r" --(name|traces) \S+", "", self.document["command"]).replace("|", "\\|")
 
 
@@ -207,9 +205,7 @@ def load_rows(folder: Path = RESULTS) -> list[Row]:
 
 
 def baseline(row: Row) -> dict[str, Any]:
-    """Return a row in the format in which the package ships it
-    (`vllm_omni.planning.baselines.Baseline`).
-    """
+    """Return a row in the form that the package ships (`vllm_omni.planning.baselines.Baseline`)."""
     hardware, record = row.document["hardware"], row.record
     return {
         "name": row.name,
@@ -229,8 +225,8 @@ def baseline(row: Row) -> dict[str, Any]:
 
 
 def _check(row: Row) -> dict[str, Any] | None:
-    """Return how to repeat the measurement of a row on one machine with the same kind of hardware,
-    or None if this is not possible.
+    """Return how to repeat a row's measurement on one machine with the same kind of hardware, or
+    None if it cannot be repeated there.
     """
     command = shlex.split(re.sub(r" --(kernels|name \S+|traces \S+)", "", row.document["command"]))
     if row.record["gpus"] > 1 or command[:1] != ["python"]:
@@ -285,7 +281,7 @@ def page_text(rows: list[Row]) -> str:
 
 
 def readme_table(rows: list[Row]) -> str:
-    """Return the table of the README, which replaces the text between its markers."""
+    """Return the README's table, which replaces the text between the markers in the README."""
     by_name = {row.name: row for row in rows}
     lines = ["| model | hardware | speed | first frame |", "|---|---|---|---|"]
     for name in README_ROWS:

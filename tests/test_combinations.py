@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combinations of parallelism and options that cannot work are refused before any process starts.
+"""Combinations of parallelism and options that cannot work are rejected before any process starts.
 
 tests/engine/ runs the combinations that work (test_stage_hybrids.py, test_chunks_in_flight.py,
 test_wan22_engine.py).
@@ -49,7 +49,7 @@ def checkpoints(
 
 
 def configure(model: Path, omni: dict[str, Any], sizes: dict[str, Any]) -> VllmConfig:
-    """Create the engine configuration as `vllm serve` does before it starts a process."""
+    """Create the engine configuration as `vllm serve` does before it starts any process."""
     return EngineArgs(
         model=str(model),
         config_format="omni",

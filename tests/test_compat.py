@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm_omni.compat`: the supported vLLM versions, and each of its functions with the installed
-version.
+"""Tests of `vllm_omni.compat`: the supported vLLM versions, and the module's functions with the
+installed version.
 """
 
 import ast
@@ -50,7 +50,7 @@ def test_the_installed_version_of_vllm_is_supported() -> None:
 
 def test_the_project_file_allows_the_supported_versions() -> None:
     """The CUDA extra in pyproject.toml allows exactly the supported vLLM versions, and the CPU
-    extra pins a version in this range.
+    extra pins one of these versions.
     """
     extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
@@ -65,9 +65,9 @@ def test_the_project_file_allows_the_supported_versions() -> None:
 
 
 def test_the_command_line_is_prepared_by_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The vLLM function that prepares the command line is found in each supported version.
+    """The vLLM function that prepares the command line is found in the installed version.
 
-    After it has been called, engines are started with `spawn`, as by vLLM's own command.
+    After it has been called, engines are started with `spawn`, as vLLM's own command starts them.
     """
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
     compat.cli_env_setup()
@@ -78,7 +78,8 @@ def test_the_command_line_is_prepared_by_vllm(monkeypatch: pytest.MonkeyPatch) -
 def test_profiler_arguments_arrive_or_are_refused() -> None:
     """A profiler that accepts arguments receives the given arguments, or None if there are none.
 
-    If a profiler does not accept arguments, passing some raises an error instead of ignoring them.
+    If a profiler does not accept arguments, passing any raises an error, so they are never silently
+    ignored.
     """
     got: list[Any] = []
     takes = SimpleNamespace(set_profiler_kwargs=got.append)
@@ -97,10 +98,10 @@ def test_profiler_arguments_arrive_or_are_refused() -> None:
 def test_ranks_without_their_own_memory_node_share_the_existing_ones(
     given: list[int] | None, retained: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank without its own memory node uses the memory nodes that exist.
+    """A rank without a memory node of its own uses the memory nodes that exist.
 
-    On a machine with a single memory node, vLLM's function finds that node. The nodes assigned to a
-    rank are retained if any of them exists.
+    On a machine with only one memory node, vLLM's function finds that node. A rank keeps its
+    assigned nodes if any of them exists.
     """
     monkeypatch.setattr("vllm.utils.cpu_resource_utils.get_memory_affinity", lambda pid=0: [0])
     parallel_config = SimpleNamespace(assigned_physical_gpu_ids=given)
@@ -109,8 +110,8 @@ def test_ranks_without_their_own_memory_node_share_the_existing_ones(
 
 
 def test_a_wrapped_output_returns_the_output_of_the_kv_connector() -> None:
-    """The wrapper around a model output returns the K/V connector's output, which vLLM reads if
-    fetching the model output fails.
+    """The wrapper around a model output also returns the K/V connector's output, which vLLM reads
+    if fetching the model output fails.
     """
     part = SimpleNamespace()
 
@@ -126,7 +127,7 @@ def test_a_wrapped_output_returns_the_output_of_the_kv_connector() -> None:
 
 
 def test_versions_are_checked_nowhere_else() -> None:
-    """Only `vllm_omni.compat` compares vLLM's version or checks whether a module of vLLM exists."""
+    """Only `vllm_omni.compat` compares vLLM's version or checks whether a vLLM module exists."""
     asking = {}
     for path in (REPO / "vllm_omni").rglob("*.py"):
         name = str(path.relative_to(REPO))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--additional-config '{"omni": {...}}'`: default values and errors."""
+"""Tests of `--additional-config '{"omni": {...}}'`: default values and errors."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from vllm_omni.config import OmniConfig
 
 
 def test_nothing_given_means_all_defaults() -> None:
-    """If `additional_config` is absent or empty, every option has its default."""
+    """If `additional_config` is absent or empty, every option has its default value."""
     assert (
         OmniConfig.from_additional_config(None)
         == OmniConfig.from_additional_config({"other": 1})
@@ -32,7 +32,7 @@ def test_nothing_given_means_all_defaults() -> None:
     ],
 )
 def test_mistakes_are_named_with_the_allowed_keys(omni: dict[str, object], reported: str) -> None:
-    """An unknown key, a value out of range or a wrong type raises a one-line error that names the
+    """An unknown key, an out-of-range value or a wrong type raises a one-line error that names the
     key.
     """
     with pytest.raises(ValueError, match=reported) as error:
@@ -60,15 +60,15 @@ def test_an_unknown_name_is_refused_with_the_near_ones(unknown: str, near: str |
 
 
 def test_the_config_is_frozen() -> None:
-    """The configuration cannot be changed after parsing."""
+    """The configuration is immutable after parsing."""
     with pytest.raises(AttributeError):
         OmniConfig().height = 3  # type: ignore[misc]
 
 
 def test_a_process_parses_the_same_options_once() -> None:
-    """The runner, the model and the scheduler of a process share one parsed configuration.
+    """The runner, the model and the scheduler in a process share a single parsed configuration.
 
-    If the mapping of options is changed afterwards, it is parsed again.
+    If the mapping with the options has changed since, it is parsed again.
     """
     given = {"omni": {"height": 64, "model": {"cache": {"frames": 3}}}}
     first = OmniConfig.from_additional_config(given)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every engine argument of vLLM has an entry in the table, and a refused argument raises a one-line
+"""Every vLLM engine argument has an entry in the table, and a rejected argument raises a one-line
 error.
 
-tests/engine/test_engine_arguments_refused.py starts real engines, one for each type of refusal.
+tests/engine/test_engine_arguments_refused.py starts a real engine for each type of refusal.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ PIPELINES = (WorkerKind.DIFFUSION, WorkerKind.DIFFUSERS)
 
 
 def known_to(version: str) -> set[str]:
-    """Return the names of the engine arguments in a version of vLLM, for example "0.33.1"."""
+    """Return the names of the engine arguments in a vLLM version, for example "0.33.1"."""
     minor = _minor(version)
     return {name for name, since in KNOWN_FIELDS.items() if _minor(since) <= minor}
 
@@ -57,8 +57,8 @@ REFUSED = sorted(
 
 
 class AtTheHook(Exception):
-    """Raised in this package's config hook. Contains the configuration that vLLM passes to the
-    hook.
+    """Raised in place of the config hook's checks. The exception holds the configuration that vLLM
+    passes to the hook.
     """
 
     def __init__(self, worker: WorkerKind, vllm_config: VllmConfig) -> None:
@@ -67,8 +67,8 @@ class AtTheHook(Exception):
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the 2 s that vLLM waits between two checks for a transformers model in a local
-    directory.
+    """Skip the 2 s that vLLM waits between two checks for a Hugging Face Transformers model in a
+    local directory.
     """
     monkeypatch.setattr("vllm.transformers_utils.repo_utils.time.sleep", lambda seconds: None)
 
@@ -122,8 +122,8 @@ def test_a_refusal_says_what_to_do_and_a_row_is_needed() -> None:
 
 
 def test_every_argument_that_is_refused_is_tried_here() -> None:
-    """Every refused argument has a sample value in these tests, or a reason why its use cannot be
-    detected.
+    """Every refused argument either has a sample value in these tests or is listed with the reason
+    why its use cannot be detected.
     """
     tried = {
         *TOGETHER,
@@ -162,7 +162,7 @@ def test_defaults_passed_explicitly_do_not_count_as_requested(at_the_hook: Any) 
 
 
 def test_every_argument_is_noticed(at_the_hook: Any) -> None:
-    """All arguments that vLLM accepts together are detected as requested by the user."""
+    """All arguments that vLLM accepts in combination are detected as requested by the user."""
     known = set(TOGETHER) & known_to(vllm.__version__)
     assert set(requested_in_config(at_the_hook(**TOGETHER), known)) == known
 
@@ -246,18 +246,19 @@ def test_refused_arguments_are_named_in_one_line(at_the_hook: Any, worker: Worke
 def test_a_start_is_refused_with_one_line(
     null_world: Path, arguments: dict[str, Any], line: str
 ) -> None:
-    """With such an argument, creating vLLM's configuration fails with a one-line error, before any
-    process starts.
+    """With each of these arguments, creating vLLM's configuration fails with a one-line error
+    before any process starts.
     """
     with pytest.raises(ValueError, match=f"the diffusion worker does not support {line}"):
         configure_engine(null_world, **arguments)
 
 
 def test_vllm_leaves_it_to_the_family_whether_a_model_takes_adapters() -> None:
-    """`StepPipeline` declares LoRA support to vLLM, so that this package's own check decides for
-    each model family.
+    """`StepPipeline` declares LoRA support to vLLM, so this package's own check determines whether
+    a model family supports adapters.
 
-    vLLM 0.33 refuses `--enable-lora` for a class without `SupportsLoRA` before our check runs.
+    For a class without `SupportsLoRA`, vLLM 0.33 would reject `--enable-lora` before this check
+    runs.
     """
     assert supports_lora(StepPipeline)
 
@@ -270,8 +271,8 @@ def test_adapters_are_refused_for_a_model_that_takes_none(null_world: Path) -> N
 
 
 def test_adapters_do_not_go_with_layers_that_move(causal_wan: Path) -> None:
-    """Adapters are refused together with layers that move between ranks, because the adapters'
-    slots would stay on the old rank.
+    """Adapters cannot be combined with layers that move between ranks, because the adapters' slots
+    would stay on the old rank.
     """
     measured = {"omni": {"pipeline_partition": "measured"}}
     with pytest.raises(ValueError, match=r"--enable-lora: .* cannot move layers with adapters"):
@@ -300,17 +301,18 @@ def test_half_of_a_quantization_is_refused(
     null_world: Path, arguments: dict[str, Any], line: str
 ) -> None:
     """A quantization method without its configuration, or a configuration without a method, is
-    refused.
+    rejected.
 
-    Without our check, vLLM ignores the configuration and raises a TypeError for the method.
+    Without this package's check, vLLM would ignore the configuration and raise a TypeError for the
+    method.
     """
     with pytest.raises(ValueError, match=line):
         configure_engine(null_world, **arguments)
 
 
 def test_values_that_are_honoured_are_not_refused(null_world: Path) -> None:
-    """Values that the config hook would choose anyway, or that are the only possible ones, are
-    accepted.
+    """A value is accepted if the config hook would choose it anyway or if it is the only possible
+    value.
     """
     config = configure_engine(
         null_world,
@@ -324,8 +326,8 @@ def test_values_that_are_honoured_are_not_refused(null_world: Path) -> None:
 
 
 def test_only_arguments_that_differ_from_their_defaults_count_as_requested() -> None:
-    """The parser's namespace contains a value for every argument, but only arguments that differ
-    from their defaults are reported.
+    """The parser's namespace contains a value for every argument, but only arguments whose values
+    differ from the defaults are reported.
     """
     defaults = {
         field.name: getattr(EngineArgs, field.name, None)

@@ -47,8 +47,8 @@ def thresholds() -> Iterator[None]:
 
 
 def most_cycles_alive(app: FastAPI, made: int) -> int:
-    """Create cyclic objects in a started server; return the largest number of them that were alive
-    at the same time.
+    """Create cyclic objects in a started server, and return the largest number of objects alive at
+    the same time.
 
     Each cyclic object is in use for a while.
     """
@@ -72,7 +72,7 @@ def test_cycles_do_not_pile_up_in_a_server_that_vllm_froze() -> None:
 
 @pytest.mark.usefixtures("thresholds")
 def test_cycles_pile_up_with_vllms_own_lifespan_handler() -> None:
-    """With vLLM's own lifespan handler, cyclic objects are not freed.
+    """With only vLLM's own lifespan handler, cyclic objects are not freed.
 
     If this test fails, vLLM or CPython has changed: remove `collect_after_freeze`.
     """
@@ -80,10 +80,10 @@ def test_cycles_pile_up_with_vllms_own_lifespan_handler() -> None:
 
 
 def test_holes_of_the_heap_go_back_to_the_system() -> None:
-    """Unused memory inside the heap is returned to the operating system.
+    """Unused memory in the middle of the heap is returned to the operating system.
 
-    The test first trims free heap memory left by earlier tests, because blocks that reuse it would
-    not take new memory.
+    The test first trims free heap memory left by earlier tests, because otherwise its blocks would
+    reuse that memory and take no new memory.
     """
     process, trim = psutil.Process(), HeapTrim(interval_s=0)
     trim()
@@ -120,4 +120,4 @@ def test_other_c_libraries_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> No
     # `append` returns None, which has no attribute `malloc_trim`.
     monkeypatch.setattr("vllm_omni.runtime.heap.ctypes.CDLL", requested.append)
     HeapTrim(interval_s=0)()
-    assert requested == [None]  # the process's own C library is opened once
+    assert requested == [None]  # the process's own C library is opened only once

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hidden states: parsing requests, transport through vLLM's output code, and errors."""
+"""Tests of hidden states: request parsing, transport through vLLM's output code, and errors."""
 
 import contextlib
 from typing import Any
@@ -55,7 +55,7 @@ def request_output(*completions: CompletionOutput) -> RequestOutput:
 )
 def test_a_request_survives_extra_args(request_: HiddenStatesRequest) -> None:
     """A request for hidden states can be parsed from the map that `to_extra_args` returns, and from
-    the JSON text that `vllm_xargs` allows.
+    JSON text, as sent in `vllm_xargs`.
     """
     extra_args = request_.to_extra_args()
     assert HiddenStatesRequest.from_extra_args(extra_args) == request_
@@ -65,7 +65,7 @@ def test_a_request_survives_extra_args(request_: HiddenStatesRequest) -> None:
 
 @pytest.mark.parametrize("extra_args", [None, {}, {"other": 1}])
 def test_no_request_is_none(extra_args: Any) -> None:
-    """If `extra_args` has no entry for hidden states, there is no request. Other entries are
+    """If `extra_args` has no entry for hidden states, parsing returns no request. Other entries are
     ignored.
     """
     assert HiddenStatesRequest.from_extra_args(extra_args) is None
@@ -107,7 +107,7 @@ def test_a_malformed_request_says_what_is_wrong(requested: Any, named: str) -> N
 )
 @settings(max_examples=200, deadline=None)
 def test_any_rubbish_is_refused_with_the_one_documented_error(requested: Any) -> None:
-    """Whatever a client sends, parsing raises no exception other than RequestFailed."""
+    """Parsing raises no exception other than RequestFailed, whatever a client sends."""
     for value in (
         requested,
         {"hidden_states": requested},
@@ -153,10 +153,10 @@ def test_rows_arrive_bit_for_bit(dtype: torch.dtype, layers: tuple[int, ...]) ->
 def test_rows_are_assigned_to_the_tokens_they_came_with(
     num_rows: int, num_tokens: int, counts: list[int]
 ) -> None:
-    """The hidden states of an output are assigned to its tokens from the end, one per token; the
-    first token gets all that remain.
+    """An output's hidden states are assigned to its tokens from the end, one per token. The first
+    token gets all remaining hidden states.
 
-    If a token is truncated, its hidden state is dropped too.
+    If tokens are cut off, their hidden states are dropped too.
     """
     mask = encode_hidden_states(
         torch.zeros(num_rows, 1, 4), (-1,), range(num_rows), range(num_rows), num_tokens
@@ -167,8 +167,8 @@ def test_rows_are_assigned_to_the_tokens_they_came_with(
 
 
 def test_rows_pass_vllms_wire_unchanged() -> None:
-    """Hidden states pass unchanged from the engine core to the front end through msgpack with
-    out-of-band buffers, as in vLLM.
+    """Hidden states arrive bit for bit when the engine core sends them to the front end through
+    msgpack with out-of-band buffers, as in vLLM.
     """
     rows = torch.randn(50, 2, 32)
     mask = encode_hidden_states(rows, (0, -1), range(50), range(50), num_tokens=1)
@@ -202,7 +202,7 @@ def test_a_slow_reader_of_deltas_loses_no_row() -> None:
 
 
 def test_consecutive_deltas_join() -> None:
-    """A streaming client can join the hidden states of deltas with `concat`. A delta without hidden
+    """A streaming client can join the deltas' hidden states with `concat`. A delta without hidden
     states is represented as None.
     """
     parts = [
@@ -220,8 +220,8 @@ def test_consecutive_deltas_join() -> None:
 
 
 def test_mode_last_returns_only_the_newest_row() -> None:
-    """In mode `last` with stop strings, the engine sends the last hidden state of each step, and
-    the client receives only the newest one.
+    """In `last` mode with stop strings, the engine sends each step's last hidden state, but the
+    client receives only the most recent one.
     """
     rows = [
         encode_hidden_states(torch.full((1, 1, 4), float(i)), (-1,), [i], [i], 1, newest_only=True)
@@ -247,8 +247,8 @@ def test_an_output_without_rows_is_none() -> None:
 
 
 def test_the_reason_of_a_failed_request_is_raised() -> None:
-    """The engine transmits the error of a failed request as a stop reason, and reading the output
-    raises it again.
+    """The engine transmits a failed request's error as a stop reason, and reading the output raises
+    that error again.
     """
     failed = RequestFailed("too_large", 'the "limit" is 5 bytes')
     output = request_output(completion(None, finish_reason="error", stop_reason=error_text(failed)))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Importing the package changes no attribute of vLLM, and registering only adds to registries.
+"""Importing the package changes no vLLM attribute, and registering only adds entries to registries.
 
-The modules, including those with Triton kernels, are imported without Triton, which is missing on
-most machines without a GPU.
+All modules, including those with Triton kernels, can be imported without Triton, which is missing
+on most machines that have no GPU.
 """
 
 import json
@@ -97,7 +97,9 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def walk() -> dict[str, object]:
-    """Register the plug-in and import all modules in another process; return what has changed."""
+    """Register the plug-in and import all modules in another process, and return what has
+    changed.
+    """
     output = subprocess.run(
         [sys.executable, "-c", SNAPSHOT + WALK],
         capture_output=True,
@@ -109,8 +111,8 @@ def walk() -> dict[str, object]:
 
 
 def test_importing_every_module_rebinds_nothing_in_vllm(walk: dict[str, Any]) -> None:
-    """Every attribute of every loaded vLLM module and class is still the same object after this
-    package's modules are imported.
+    """After this package's modules are imported, every attribute of every loaded vLLM module and
+    class is still the same object as before.
 
     The CPU worker modules are excluded, because they import vLLM's CPU worker, which patches torch.
     """
@@ -119,11 +121,10 @@ def test_importing_every_module_rebinds_nothing_in_vllm(walk: dict[str, Any]) ->
 
 
 def test_registering_touches_four_registries_and_only_adds(walk: dict[str, Any]) -> None:
-    """`register()`, called twice, adds architectures, config hooks, config types and a config
-    parser.
+    """Two calls to `register()` add architectures, config hooks, config types and a config parser.
 
-    No registered entry is replaced. vLLM architectures without a config hook get one that acts only
-    if a worker of this package is selected.
+    No registered entry is replaced. vLLM architectures without a config hook get a hook that acts
+    only if one of this package's workers is selected.
     """
     assert walk["changed_by_registering"] == [] and walk["replaced"] == []
     assert "Qwen2ForCausalLM" in walk["for_stock_models"]
@@ -150,7 +151,7 @@ def test_kernel_files_are_imported_without_triton(walk: dict[str, Any]) -> None:
 def test_importing_the_package_loads_nothing_heavy() -> None:
     """`import vllm_omni`, which every vLLM process runs, imports neither torch nor vLLM.
 
-    Neither does the table of model families, which commands read.
+    The table of model families, which commands read, does not import the families either.
     """
     load = "import sys, json, vllm_omni, vllm_omni.model_executor.models.registry"
     script = f"{load}; print(json.dumps([m for m in ('torch', 'vllm') if m in sys.modules]))"
@@ -166,7 +167,9 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("client", ["world_camera.py", "realtime_video.py"])
 def test_clients_need_no_torch(client: str) -> None:
-    """Clients do not import torch, so they start in 0.2 s. Importing torch would add a second."""
+    """Clients do not import torch, so they start in 0.2 s. Importing torch would add another
+    second.
+    """
     path = EXAMPLES / client
     script = (
         f"import sys, runpy; runpy.run_path({str(path)!r}); print('torch' in sys.modules, "

@@ -14,13 +14,13 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "vllm_omni"
 NAMED_MODEL = r"model_executor\.models\.\w+\.\w+"
-"""Regular expression for modules inside a model's folder. It does not match `registry` and
-`capabilities`, which are next to these folders.
+"""Regular expression for modules inside a model's folder. It does not match the `registry` and
+`capabilities` modules, which are next to these folders.
 """
 
 
 def modules(package: Path) -> dict[str, Path]:
-    """Return `{dotted name: file}` of every module below `package`."""
+    """Return `{dotted name: file}` for all modules in `package`."""
     return {
         ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(
             ".__init__"
@@ -30,7 +30,7 @@ def modules(package: Path) -> dict[str, Path]:
 
 
 def imports(source: str, known: Set[str]) -> set[str]:
-    """Return the modules in `known` that a file imports: at its top, inside functions, or for type
+    """Return the modules in `known` that a file imports at its top, inside functions, or for type
     checking.
     """
     named = set()
@@ -48,7 +48,7 @@ def imports(source: str, known: Set[str]) -> set[str]:
 
 
 def circle(graph: Mapping[str, Set[str]]) -> list[str]:
-    """Return a cycle of imports, or an empty list if there is none."""
+    """Return an import cycle, or an empty list if there is none."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -59,14 +59,14 @@ def circle(graph: Mapping[str, Set[str]]) -> list[str]:
 
 @cache
 def graph() -> dict[str, set[str]]:
-    """Return `{module: modules that it imports}` for the modules of the package."""
+    """Return `{module: modules that it imports}` for the package's modules."""
     files = modules(PACKAGE)
     return {name: imports(path.read_text(), files.keys()) - {name} for name, path in files.items()}
 
 
 def arrows(importers: str, imported: str) -> set[tuple[str, str]]:
-    """Return `(importer, imported)` for each import whose two modules match the two regular
-    expressions.
+    """Return `(importer, imported)` for each import in which the importing and the imported module
+    match the respective regular expression.
 
     The expressions are matched against module names without the prefix `vllm_omni.`.
     """
@@ -93,13 +93,15 @@ def test_there_are_no_circular_imports() -> None:
     "package", ["worker", "core", "entrypoints", "planning", "composition", "session_files"]
 )
 def test_serving_code_imports_no_model_directly(package: str) -> None:
-    """The serving code imports no model directly, because it uses the families in the registry."""
+    """The serving code imports no model directly. It uses the model families in the registry
+    instead.
+    """
     assert arrows(package, NAMED_MODEL) == set()
 
 
 def test_outside_the_models_only_the_executor_imports_a_model() -> None:
     """Outside the models' own folders, only the executor that runs without workers imports a model
-    family, namely that of diffusers pipelines.
+    family, namely the family of diffusers pipelines.
     """
     crossing = arrows("(?!testing|model_executor)", NAMED_MODEL)
     assert {name.split(".")[1] for name, _ in crossing} == {"executor"}
@@ -107,7 +109,7 @@ def test_outside_the_models_only_the_executor_imports_a_model() -> None:
 
 
 def test_modules_that_models_share_import_no_model_but_wan() -> None:
-    """Modules that models share import no model except `wan`, which several models share."""
+    """Modules shared by models import no model except `wan`, which several models use."""
     shared = r"model_executor\.(?!models\b)|model_executor\.models\.(registry|capabilities|wan)"
     assert arrows(shared, NAMED_MODEL.replace(r"\w+", r"(?!wan\b)\w+", 1)) == set()
 
@@ -127,7 +129,7 @@ def test_models_do_not_import_the_module_for_snapshot_files() -> None:
 
 
 def test_only_the_verify_command_imports_testing_code() -> None:
-    """In the serving code, only the `verify` command imports `testing`."""
+    """Of the serving code, only the `verify` command imports `testing`."""
     assert {name for name, _ in arrows("(?!testing)", "testing")} == {
         "vllm_omni.entrypoints.cli.checkpoints.verify"
     }
@@ -143,7 +145,7 @@ def test_a_circular_import_is_detected(line: str) -> None:
 
 
 def test_only_roles_advance_the_step_of_a_chunk() -> None:
-    """Only roles assign `DiffusionRequest.step`, and models do not."""
+    """Only roles assign `DiffusionRequest.step`. Models do not."""
     writes = re.compile(r"\b(?:request|chunk)\.step(?:, [\w.]+)* [+-]?= ")
     positions = {
         str(path.relative_to(PACKAGE))

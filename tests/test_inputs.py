@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request parameters and tensors: transport, validation and errors."""
+"""Tests of request parameters and tensors: transport, validation and errors."""
 
 import ast
 from pathlib import Path
@@ -15,8 +15,8 @@ from vllm_omni.outputs import RequestFailed
 
 
 def test_params_and_tensors_survive_the_wire() -> None:
-    """Parameters and tensors pass unchanged through vLLM's serialiser, which is used between the
-    front end and the engine.
+    """Parameters and tensors arrive unchanged when vLLM's serialiser transfers them from the front
+    end to the engine.
     """
     from vllm import PoolingParams
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -66,7 +66,7 @@ def test_no_pattern_of_python_accepts_a_trailing_newline() -> None:
     r"""Patterns end with `\Z`, so they do not accept a trailing newline. In Python, `$` also
     matches before a final newline.
 
-    Pydantic's own regex engine does not match `$` before a final newline.
+    In Pydantic's own regex engine, `$` does not match before a final newline.
     """
     package = Path(vllm_omni.__file__).parent
     found = []
@@ -101,9 +101,9 @@ def test_arbitrary_bytes_raise_only_the_documented_error(packed: bytes) -> None:
 
 
 def test_only_the_parameters_that_a_model_uses_are_accepted() -> None:
-    """Parameters that the model does not use are refused in a single error that names each of them.
+    """Parameters that the model does not use are refused with one error that names each of them.
 
-    A parameter that has its default value does not count as sent.
+    A parameter that has its default value is accepted, because it does not count as sent.
     """
     params = DiffusionParams(session_id="s", prompt="a field", fps=8.0, num_images=2)
     refuse_unused(params, ("prompt", "fps", "num_images"))

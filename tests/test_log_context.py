@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request ids and session ids in log lines, without a server."""
+"""Tests of request ids and session ids in log lines, without a server."""
 
 import asyncio
 import json
@@ -62,9 +62,9 @@ def test_ids_are_appended_to_the_first_line_of_a_text_record() -> None:
     ],
 )
 def test_text_of_clients_starts_no_line_and_moves_no_cursor(text: object) -> None:
-    """Control characters in log arguments are escaped, for example in a path or a close reason.
+    """Control characters in log arguments, for example in a path or a close reason, are escaped.
 
-    The escaping applies to every log line of this package.
+    The escaping applies to all of this package's log lines.
     """
     formatter = ContextFormatter(logging.Formatter("INFO %(message)s"))
     made = logging.LogRecord(
@@ -98,9 +98,9 @@ def test_json_lines_have_ids_as_fields_and_leave_unknown_ones_out() -> None:
 
 
 def test_a_format_of_the_users_own_may_name_the_ids(tmp_path: Path) -> None:
-    """A user's own `dictConfig` can use the package's log filter, as the operators' page shows.
+    """A user's own `dictConfig` can use the package's log filter, as the page for operators shows.
 
-    A log line without a session shows a dash in place of the id.
+    A log line without a session shows a dash instead of the id.
     """
     target = tmp_path / "log"
     name = "omni-own-format"
@@ -149,7 +149,7 @@ def test_handlers_get_ids_once_and_a_users_configuration_is_left_alone(
 
 
 def test_only_what_is_known_to_be_noise_is_dropped() -> None:
-    """vLLM's warning about an environment variable of this package is dropped.
+    """vLLM's warning about one of this package's environment variables is dropped.
 
     vLLM's warnings about a misspelled variable and about a failed warm-up are still logged.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's `multi_modal_data`: the allowed values, and how they reach the model."""
+"""Tests of vLLM's `multi_modal_data`: the allowed values and how they reach the model."""
 
 import asyncio
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_images_are_rgb_pixels(image: Any, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("as_array", [False, True])
 def test_transparent_parts_of_an_image_become_white(as_array: bool) -> None:
-    """Transparent pixels of an image become white, so that their hidden colour does not become
+    """An image's transparent pixels become white, so that their hidden colour does not become
     visible.
     """
     hidden = Image.new("RGBA", (6, 4), (255, 0, 255, 0))
@@ -85,7 +85,7 @@ def test_what_is_no_tensor_is_refused_by_name(data: dict[str, Any], message: str
 def test_tensors_and_multi_modal_data_give_the_same_chunk(null_world: Path) -> None:
     """A real engine generates the same chunk from tensors and from `multi_modal_data`.
 
-    The null world's latents depend on the poses, so different poses yield a different chunk.
+    The null world's latents depend on the poses, so different poses would yield a different chunk.
     """
 
     async def scenario() -> None:

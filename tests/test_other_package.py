@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another project's `vllm_omni` is detected, and every entry point refuses to run next to it.
+"""If another project's `vllm_omni` is installed, it is detected, and every entry point refuses to
+run.
 
 The other project is recognised by its metadata, or by the absence of this project's marker.
 """
@@ -30,7 +31,7 @@ def install(
     folder: bool = True,
     mark: bool = False,
 ) -> None:
-    """Write a distribution as pip would install it: its metadata and its package folder."""
+    """Write a distribution's metadata and package folder as pip would install them."""
     info = site_packages / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -48,7 +49,7 @@ def install(
 
 @pytest.mark.parametrize("name", ["vllm-omni", "vllm_omni", "vLLM.Omni"])
 def test_the_public_package_is_reported(tmp_path: Path, name: str) -> None:
-    """The report about the other package contains the version and path of its metadata, and its
+    """The report about the other package contains its version, the path of its metadata, and its
     folder.
     """
     install(tmp_path, name, "0.30.0", THEIRS)
@@ -60,8 +61,8 @@ def test_the_public_package_is_reported(tmp_path: Path, name: str) -> None:
 
 
 def test_this_project_is_not_reported(tmp_path: Path) -> None:
-    """This project itself is not reported, neither in this environment nor as an installed copy
-    that is on the path several times.
+    """This project itself is not reported, either in this environment or as an installed copy that
+    is on the path several times.
     """
     install(tmp_path, "vllm-worlds", "0.1.0", OURS, mark=True)
     install(tmp_path, "vllm-omni-tools", "1.0", THEIRS, folder=False)
@@ -72,7 +73,7 @@ def test_metadata_or_folder_is_enough(tmp_path: Path) -> None:
     """Either the metadata or the folder suffices to detect the other package.
 
     For example, an uninstall may have left the folder behind, or the other package's metadata may
-    have replaced that of this project.
+    have replaced this project's metadata.
     """
     install(tmp_path / "a", "other", "1.0", "")
     install(tmp_path / "b", "vllm-omni", "0.30.0", THEIRS, folder=False)
@@ -88,8 +89,8 @@ def test_doctor_names_the_package_to_remove(tmp_path: Path) -> None:
 
 
 def test_the_former_name_of_this_project_is_a_warning(tmp_path: Path) -> None:
-    """Metadata under the former name of this project causes only a warning, because old
-    environments contain it.
+    """Metadata under this project's former name causes only a warning, because old environments
+    contain such metadata.
 
     A directory left behind by a build does not count as an installed package.
     """
@@ -112,7 +113,8 @@ def test_entry_points_refuse_without_importing_the_other_package(
     """A command or a vLLM process stops with an error that states the remedy, even if the files of
     both projects are mixed.
 
-    The other package is not imported: the fake package in `tmp_path` would raise on import.
+    The other package is not imported. The fake package in `tmp_path` would raise an exception on
+    import.
     """
     install(tmp_path, "vllm-omni", "0.30.0", THEIRS, mark=mark)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nimport vllm_worlds\n"
@@ -145,8 +147,8 @@ def test_the_file_runs_alone(tmp_path: Path, entry_points: str, mark: bool, stat
 
 
 def test_the_distribution_has_the_name_that_its_module_says() -> None:
-    """pyproject.toml, the installed distribution and its commands use the name that the module
-    states.
+    """pyproject.toml, the installed distribution and its commands use the distribution name that
+    the module states.
     """
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     assert project["name"] == vllm_worlds.DISTRIBUTION

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result envelope: packing, unpacking, and errors for malformed envelopes."""
+"""Tests of the result envelope: packing, unpacking, and errors for malformed envelopes."""
 
 import json
 import struct
@@ -31,8 +31,8 @@ shapes = st.lists(st.integers(0, 5), max_size=4)
 )
 @settings(max_examples=60, deadline=None)
 def test_everything_packed_comes_back(specs: list[tuple[str, list[int]]], text: str) -> None:
-    """Unpacking an envelope returns what was packed, for every dtype, for empty and scalar shapes,
-    and for any text in the metadata.
+    """Unpacking an envelope returns what was packed. The test includes every dtype, empty and
+    scalar shapes, and any text in the metadata.
 
     Payloads are aligned to 64 bytes.
     """
@@ -53,7 +53,7 @@ def test_everything_packed_comes_back(specs: list[tuple[str, list[int]]], text: 
 
 
 def test_unpacking_copies_nothing() -> None:
-    """Unpacked tensors are views of the envelope, so they change when the envelope changes."""
+    """Unpacked tensors are views of the envelope, so changing the envelope changes them."""
     envelope = pack({}, {"x": torch.zeros(4, dtype=torch.uint8)})
     view = unpack(envelope)[1]["x"]
     envelope.fill_(7)
@@ -62,8 +62,8 @@ def test_unpacking_copies_nothing() -> None:
 
 @pytest.mark.parametrize("long_meta", [False, True])
 def test_a_result_tensor_is_packed_without_a_copy(long_meta: bool) -> None:
-    """A tensor from `empty_result` is packed without a copy, because `empty_result` reserves space
-    for the header.
+    """A tensor from `empty_result` is packed without being copied, because `empty_result` reserves
+    space for the header.
 
     If the header does not fit, the tensor is copied.
     """
@@ -78,7 +78,7 @@ def test_a_result_tensor_is_packed_without_a_copy(long_meta: bool) -> None:
 
 
 def test_strided_tensors_are_packed_in_logical_order() -> None:
-    """A transposed view is packed in its logical order, not its memory order."""
+    """A transposed view is packed in logical order, not in memory order."""
     x = torch.arange(6).reshape(2, 3).T
     assert torch.equal(unpack(pack({}, {"x": x}))[1]["x"], x)
 
@@ -95,8 +95,8 @@ def test_an_error_envelope_raises_what_was_packed() -> None:
 
 @pytest.mark.parametrize("write", [pack, pack_bytes])
 def test_dtypes_without_a_name_are_refused_when_packing(write: Callable[..., object]) -> None:
-    """Packing a tensor whose dtype has no name in the format, such as a complex dtype, is
-    refused.
+    """A tensor cannot be packed if its dtype, for example a complex dtype, has no name in the
+    format.
     """
     with pytest.raises(
         TypeError, match=r"tensor 'x' has dtype torch.complex64; allowed: uint8, int8, .*, float64$"
@@ -110,7 +110,7 @@ def test_mutated_envelopes_raise_only_documented_errors(data: st.DataObject) -> 
     """For an envelope with changed or missing bytes, `unpack` either returns a result or raises
     ValueError or RequestFailed.
 
-    It never raises another exception.
+    `unpack` never raises any other exception.
     """
     original = bytes(
         pack(
@@ -142,7 +142,7 @@ def test_mutated_envelopes_raise_only_documented_errors(data: st.DataObject) -> 
 )
 def test_lying_headers_are_refused_before_anything_is_read(entry: list[object]) -> None:
     """A header with an unknown dtype, an impossible shape or a payload outside the buffer is
-    refused before data is read.
+    rejected before data is read.
     """
     with pytest.raises(ValueError, match="envelope"):
         unpack(envelope_of({"meta": {}, "tensors": [entry]}))
@@ -164,7 +164,7 @@ EMPTY: dict[str, Any] = {"meta": {}, "tensors": []}
 
 
 def test_an_envelope_of_another_writer_is_read() -> None:
-    """An envelope from another program can be read if it follows the layout at the top of
+    """An envelope from another program can be read if it follows the layout described at the top of
     outputs.py.
 
     This envelope contains two entries that share a payload, an entry without bytes, and an entry
@@ -236,8 +236,8 @@ def test_a_malformed_envelope_is_refused_with_its_reason(envelope: torch.Tensor,
 
 
 def test_a_header_or_payload_may_fill_the_envelope_to_its_end() -> None:
-    """A header or payload may extend to the end of the envelope. In this test, the header has 240
-    bytes after the prefix.
+    """A header or payload can extend to the end of the envelope. In this test, the header is 240
+    bytes long, not counting the prefix.
     """
     padding = 240 - len(json.dumps({"meta": {"t": ""}, "tensors": []}))
     full = envelope_of({"meta": {"t": "x" * padding}, "tensors": []})
@@ -255,8 +255,8 @@ def test_a_missing_code_or_message_of_an_error_is_reported_as_none() -> None:
 
 
 def test_a_part_of_a_result_tensor_is_copied() -> None:
-    """A slice of a tensor from `empty_result` is copied. Only the whole tensor is packed without a
-    copy.
+    """A slice of a tensor from `empty_result` is copied. Only the whole tensor is packed without
+    being copied.
     """
     whole = empty_result((4, 6), torch.int16)
     whole.copy_(torch.arange(24).view(4, 6))
@@ -271,8 +271,8 @@ def test_a_part_of_a_result_tensor_is_copied() -> None:
 
 @pytest.mark.parametrize(("spare", "in_place"), [(1, True), (0, True), (-1, False)])
 def test_a_header_may_fill_the_room_before_a_result_tensor(spare: int, in_place: bool) -> None:
-    """The header may fill the 4096 bytes that are reserved in front of a result tensor, including
-    the prefix.
+    """Together with the prefix, the header can fill the 4096 bytes reserved in front of a result
+    tensor.
     """
     result = empty_result((3,), torch.float32)
     entries = [["x", "float32", [3], 4096]]
@@ -283,8 +283,8 @@ def test_a_header_may_fill_the_room_before_a_result_tensor(spare: int, in_place:
 
 
 def test_what_is_between_header_and_payloads_is_zero() -> None:
-    """Padding bytes are zero, so an envelope leaks no process memory, and equal results have equal
-    envelopes.
+    """Padding bytes are zero, so an envelope leaks no process memory, and equal results produce
+    equal envelopes.
     """
     for make in (
         lambda: pack({"k": 1}, {"x": torch.ones(3), "y": torch.ones(2)}),
@@ -309,7 +309,7 @@ def test_numbers_that_json_lacks_are_refused_when_packing(value: float) -> None:
 
 
 def test_arrays_are_views_too() -> None:
-    """`unpack_arrays` returns NumPy views of the envelope, and refuses bfloat16 with an error that
+    """`unpack_arrays` returns NumPy views of the envelope. It rejects bfloat16 with an error that
     names the dtype.
     """
     frames = torch.arange(72, dtype=torch.uint8).view(2, 3, 4, 3)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits on the number of code lines in files, functions and the runner. Docstrings do not
-count.
+"""Tests that limit the number of code lines in files, in functions and in the runner. Docstrings do
+not count.
 """
 
 import ast
@@ -19,7 +19,7 @@ TOPOLOGY = {
     "num_stages",
     "world_size",
 }
-"""Attributes that describe the position of a rank in the topology."""
+"""Attributes that describe a rank's position in the topology."""
 
 
 def code_lines(path: Path) -> int:

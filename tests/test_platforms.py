@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The platform plug-in is inactive unless the user requests it."""
+"""The platform plug-in is inactive unless the user enables it."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from vllm_omni import platforms
     [
         (None, "0.32.0+cpu", False),
         ("0", "0.32.0+cpu", False),
-        ("1", "0.32.0", False),  # a CUDA build: vLLM already has a Ray resource name for it
+        ("1", "0.32.0", False),  # a CUDA build, for which vLLM already has a Ray resource name
         ("1", "0.32.0+cpu", True),
     ],
 )
@@ -27,9 +27,7 @@ def test_only_a_cpu_build_with_the_variable_set_gets_the_platform(
 
 
 def test_the_platform_differs_from_the_stock_one_only_in_its_resource_name() -> None:
-    """The plug-in overrides only one attribute of the stock platform, the name of its Ray
-    resource.
-    """
+    """The plug-in overrides only one attribute of the stock CPU platform: its Ray resource name."""
     from vllm.platforms.cpu import CpuPlatform
 
     from vllm_omni.platforms.ray_cpu import RayCpuPlatform

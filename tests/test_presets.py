@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`omni.model.preset`: the options that a preset sets, what overrides them, and where a preset is
-refused.
+"""Tests of `omni.model.preset`: the options that a preset sets, what overrides these options, and
+when a preset is rejected.
 
-tests/worker/test_degradations.py runs models with the preset `realtime`.
+tests/worker/test_degradations.py runs models with the `realtime` preset.
 """
 
 import shutil
@@ -54,10 +54,9 @@ def test_an_option_that_is_set_overrides_the_preset() -> None:
 
 
 def test_a_preset_overrides_the_release_and_keeps_its_noise_levels() -> None:
-    """A preset overrides the number of steps of a released model but keeps the model's noise
-    levels.
+    """A preset overrides a released model's number of steps but keeps the model's noise levels.
 
-    CausVid was trained with three steps; the preset keeps the first and the last of them.
+    CausVid was trained with three steps. The preset keeps the first and last of them.
     """
     checkpoint = {"release": "causvid"}
     release = CausalWanOptions.of_checkpoint(checkpoint, {})
@@ -68,7 +67,7 @@ def test_a_preset_overrides_the_release_and_keeps_its_noise_levels() -> None:
 
 def test_a_world_description_overrides_the_preset() -> None:
     """A world description overrides the preset. The village was trained for one step, and its
-    description says so.
+    description sets one step.
     """
     description = read_description(VILLAGE)
     given = {"omni": {"model": {"preset": "realtime", "decoder": "wan"}}}
@@ -100,8 +99,8 @@ def test_weights_are_quantized_where_it_saves_time_or_memory(
 def test_the_precision_reaches_the_engine_unless_the_user_sets_it(
     lingbot_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine uses the preset's precision unless the user sets one. At startup, the preset is
-    logged in one line.
+    """If the user sets no precision, the engine uses the preset's precision. At startup, one log
+    line states the preset.
     """
     small = {"preset": "small", "fp8": True}
     lines: list[str] = []
@@ -135,7 +134,7 @@ def test_the_precision_reaches_the_engine_unless_the_user_sets_it(
 def test_a_preset_that_cannot_work_is_refused(
     lingbot_world: Path, options: dict[str, Any], dtype: str, reason: str
 ) -> None:
-    """A preset that cannot work is refused when the engine configuration is created, and
+    """A preset that cannot work is rejected when the engine configuration is created, and
     `vllm serve --omni` prints the error in one line.
     """
     with pytest.raises(ValueError, match=reason):
@@ -159,7 +158,9 @@ def test_a_gpu_without_fp8_is_refused_unless_the_user_insists() -> None:
 def test_a_missing_tiny_decoder_is_refused_before_anything_starts(
     lingbot_world: Path, tmp_path: Path
 ) -> None:
-    """A missing tiny decoder is refused before a process starts, unless the weights are random."""
+    """A missing tiny decoder is an error before any process starts, unless the weights are
+    random.
+    """
     world = tmp_path / "world"
     shutil.copytree(lingbot_world, world)
     (world / "taew2_1.pth").unlink()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's processes end with their parents. The tests start and kill real processes."""
+"""An engine's processes end when their parents end. The tests start and kill real processes."""
 
 import os
 import signal
@@ -45,8 +45,8 @@ if __name__ == "__main__":
 def tree(
     tmp_path: "os.PathLike[str]", request: pytest.FixtureRequest
 ) -> "Iterator[dict[str, list[int]]]":
-    """Start a server, its engine core and a worker; yield the result of `engine_processes` in each
-    process, by process name.
+    """Start a server, its engine core and a worker, and yield the result of `engine_processes` in
+    each process, by process name.
     """
     script = os.path.join(tmp_path, "tree.py")
     with open(script, "w") as file:
@@ -68,24 +68,27 @@ def tree(
 def test_a_worker_reports_its_engine_core_and_a_core_does_not_report_the_server(
     tree: dict[str, list[int]],
 ) -> None:
-    """A worker reports its engine core, and an engine core does not report the server."""
+    """In a worker, `engine_processes` also lists the engine core. In an engine core, it does not
+    list the server.
+    """
     server, core, worker = (tree[name][0] for name in ("server", "core", "worker"))
     assert tree == {"server": [server], "core": [core], "worker": [worker, core]}
 
 
 @pytest.mark.parametrize("tree", [[], ["loading"]], indirect=True, ids=["serving", "loading"])
 def test_all_end_with_the_server(tree: dict[str, list[int]]) -> None:
-    """When the server ends, all processes below it in the process tree end.
+    """When the server ends, all processes below it in the process tree end too.
 
-    This includes a worker that is still loading, whose engine core does not watch the server yet.
+    This includes a worker that is still loading, while its engine core does not watch the server
+    yet.
     """
     os.kill(tree["server"][0], signal.SIGKILL)
     wait_until(lambda: has_ended(tree["worker"][0]), 3)
 
 
 def test_a_worker_ends_with_its_engine_core(tree: dict[str, list[int]]) -> None:
-    """When the engine core ends, its worker ends. The server stays alive, because it must notify
-    its clients.
+    """When the engine core ends, its worker ends too. The server stays alive, because it must
+    notify its clients.
     """
     os.kill(tree["core"][0], signal.SIGKILL)
     wait_until(lambda: has_ended(tree["worker"][0]), 3)
@@ -94,15 +97,15 @@ def test_a_worker_ends_with_its_engine_core(tree: dict[str, list[int]]) -> None:
 
 def test_a_process_that_no_server_started_watches_no_parent() -> None:
     """A process that was not started by a server watches no parent, so an engine in a user's
-    process outlives its shell.
+    process outlives the user's shell.
     """
     end_with_parent()
     assert engine_processes()["pids"] == [os.getpid()]
 
 
 def test_a_stopped_process_is_distinguished_from_a_sleeping_one() -> None:
-    """`is_stopped` returns true for a stopped process, and false for a sleeping process and for one
-    that has ended.
+    """`is_stopped` returns true for a stopped process, and false for a sleeping process and for a
+    process that has ended.
     """
     with subprocess.Popen(["sleep", "60"]) as process:
         assert not is_stopped(process.pid)

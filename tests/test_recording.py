@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recordings: writing, reading, damaged files, and cancelled chunks."""
+"""Tests of recordings: writing, reading, damaged files, and cancelled chunks."""
 
 import io
 from pathlib import Path
@@ -66,7 +66,9 @@ def test_typed_actions_are_read_as_they_were_sent(tmp_path: Path) -> None:
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    """Reading a recording returns the header, parameters, arrays and outcomes that were written."""
+    """Reading a recording returns the same header, parameters, arrays and outcomes that were
+    written.
+    """
     header, chunks, whole = read_recording(recording(tmp_path, chunk(0), chunk(None), chunk(1)))
     assert header == HEADER
     assert whole
@@ -76,8 +78,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_a_recording_that_ends_within_a_record_is_good_up_to_there(tmp_path: Path) -> None:
-    """A recording that ends with an incomplete record, as left by a killed server, can be read up
-    to that record.
+    """If a recording ends with an incomplete record, as when its server was killed, it can be read
+    up to that record.
     """
     path = recording(tmp_path, chunk(0), chunk(1))
     path.write_bytes(path.read_bytes()[:-5])
@@ -89,7 +91,7 @@ def test_a_recording_that_ends_within_a_record_is_good_up_to_there(tmp_path: Pat
     "content", [b"", b"\x80\x04K\x01.", MAGIC, MAGIC + b"\xff" * 7, MAGIC + bytes(16)]
 )
 def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
-    """A file that is not a recording is refused with a one-line error. The test files are an empty
+    """A file that is not a recording is rejected with a one-line error. The test files are an empty
     file, a pickle, noise, and a file without a header.
     """
     path = tmp_path / "a.recording"
@@ -114,7 +116,7 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes) -> 
     ],
 )
 def test_which_requests_made_the_session(outcomes: list[int | None], expected: list[Any]) -> None:
-    """The indices of the finished chunks determine whether a cancelled chunk became part of the
+    """The indices of the finished chunks show whether a cancelled chunk became part of the
     session.
     """
     chunks = [chunk(index, str(number)) for number, index in enumerate(outcomes)]
@@ -123,9 +125,7 @@ def test_which_requests_made_the_session(outcomes: list[int | None], expected: l
 
 @pytest.mark.parametrize("outcomes", [[0, 2], [1, 2], [0, 1, 5]])
 def test_a_gap_is_named(outcomes: list[int]) -> None:
-    """A session that was not recorded completely cannot be replayed, and the error names the
-    gap.
-    """
+    """An incompletely recorded session cannot be replayed, and the error names the gap."""
     with pytest.raises(ValueError, match=r"missing|starts at"):
         list(committed_chunks([chunk(index) for index in outcomes]))
 

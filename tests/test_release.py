@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make release`: the same commit yields byte-identical files, and the version is the same
-everywhere.
+"""With `make release`, the same commit yields byte-identical files, and all files state the same
+version.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ def test_version_is_the_same_everywhere(
     release: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A release is refused if CITATION.cff or the changelog states a different version than
-    pyproject.toml.
+    pyproject.toml does.
     """
     assert release.check_versions(REPO) == "0.1.0"
     for name in ("pyproject.toml", "CITATION.cff", "CHANGELOG.md"):
@@ -75,7 +75,7 @@ def test_an_sdist_does_not_depend_on_machine_or_time(release: ModuleType, tmp_pa
 
 
 def test_dependencies_include_those_of_extras(release: ModuleType) -> None:
-    """The list of dependencies includes indirect ones and those of extras for users, but no
+    """The dependency list includes indirect dependencies and those of extras for users, but no
     developer tools.
     """
     found = release.dependencies("vllm-worlds", release.EXTRAS)
@@ -84,8 +84,8 @@ def test_dependencies_include_those_of_extras(release: ModuleType) -> None:
 
 
 def test_libraries_inside_of_wheels_are_listed(release: ModuleType) -> None:
-    """Libraries that are bundled in wheels, such as x264 in PyAV, are listed, because the wheels'
-    metadata does not state their licences.
+    """Libraries bundled in wheels, such as x264 in PyAV, are listed, because the wheels' metadata
+    does not state these libraries' licences.
     """
     found = release.bundled_libraries(["av", "msgspec", "numpy", "not-installed"])
     assert {"libx264", "libavcodec"} <= set(found["av"])
@@ -96,8 +96,8 @@ def test_libraries_inside_of_wheels_are_listed(release: ModuleType) -> None:
 
 
 def test_licences_that_a_person_should_read_come_first(release: ModuleType) -> None:
-    """Licences that a person should read come first. If a package's metadata contains the full
-    licence text, the text is truncated to fit a table cell.
+    """Licences that a person should read are listed first. If a package's metadata contains the
+    full licence text, the text is truncated to fit a table cell.
     """
     texts = {"a": "MIT License\n\nPermission is hereby", "b": "LGPL-2.1-only", "c": "UNKNOWN"}
     packages = [
@@ -122,9 +122,10 @@ def test_checksums_are_those_of_sha256sum(release: ModuleType, tmp_path: Path) -
 def test_two_builds_of_a_commit_have_the_same_bytes(
     release: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two builds of a commit yield the same wheel and sdist, even with another umask and hash seed.
+    """Two builds of a commit yield the same wheel and sdist, even with a different umask and hash
+    seed.
 
-    The wheel contains the data files that the package reads, and no tests or tools.
+    The wheel contains the data files that the package reads, but no tests or tools.
     """
     pytest.importorskip("build", reason="needs the extra `release`")
     if not (REPO / ".git").exists():

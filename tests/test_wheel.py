@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A wheel that is installed into a fresh environment works without the checkout."""
+"""A wheel installed into a fresh environment works without the checkout."""
 
 import contextlib
 import os
@@ -19,10 +19,11 @@ pytestmark = [pytest.mark.nightly, pytest.mark.engine]
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of a new environment in which the wheel is installed.
+    """Return the Python interpreter of a new environment in which the wheel is installed.
 
-    All other packages are links to those of this environment, so that nothing is downloaded again.
-    As after a normal installation, vLLM's CPU build is not yet registered under its second name.
+    All other packages are links to the current environment's packages, so nothing is downloaded
+    again. As after a normal installation, vLLM's CPU build has no metadata under the name `vllm`
+    yet.
     """
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--worker-cls`: a worker that does not fit the model is refused at start.
+"""With `--worker-cls`, a worker that does not fit the model is rejected at startup.
 
-The one-line error names the worker that fits.
+The one-line error names the worker that fits the model.
 """
 
 import importlib
@@ -32,8 +32,8 @@ def configure(model: Path, worker_cls: str, **arguments: str) -> VllmConfig:
 
 @pytest.mark.parametrize("worker_cls", [*AR_PATHS, *STOCK])
 def test_a_world_refuses_workers_of_language_models(null_world: Path, worker_cls: str) -> None:
-    """A world model refuses the workers of language models before any process starts, instead of at
-    the first request.
+    """A language model worker is rejected for a world model before any process starts, rather than
+    at the first request.
     """
     reason = (
         f"--worker-cls {worker_cls} runs language models; this checkpoint needs "
@@ -59,8 +59,8 @@ def test_a_language_model_refuses_workers_of_diffusion_models(
 
 @pytest.mark.parametrize("worker_cls", [*DIFFUSION_PATHS, "my.Worker"])
 def test_a_world_takes_its_worker_and_a_users_own(null_world: Path, worker_cls: str) -> None:
-    """A world model accepts its worker under each import path of the worker, and the config hook
-    sets the other arguments.
+    """A world model accepts this package's worker under each of the worker's import paths, and the
+    config hook sets the other arguments.
 
     A user's own worker class is not checked.
     """
@@ -73,8 +73,8 @@ def test_a_world_takes_its_worker_and_a_users_own(null_world: Path, worker_cls: 
 def test_the_worker_of_language_models_brings_its_scheduler(
     tiny_language_model: Path, worker_cls: str
 ) -> None:
-    """The worker of language models selects this package's scheduler, because without it, requests
-    for hidden states would return only text.
+    """The language model worker selects this package's scheduler. Without this scheduler, requests
+    for hidden states would get only text.
 
     With any other worker, the engine uses vLLM's scheduler.
     """
@@ -88,8 +88,8 @@ def test_the_worker_of_language_models_brings_its_scheduler(
 def test_the_worker_of_every_checkpoint_is_accepted_for_a_pipeline_without_worker(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """The same command serves every checkpoint that this package writes, because `--worker-cls` is
-    accepted even for a pipeline that runs without a worker.
+    """The same command can serve every checkpoint that this package writes, because `--worker-cls`
+    is accepted even for a pipeline that runs without a worker.
     """
     from vllm_omni.entrypoints.cli.checkpoints.make_tiny import write_tiny
 

@@ -9,8 +9,7 @@ registries (tests/test_import_purity.py).
 import os
 
 # Probing for a GPU must not initialize CUDA in a process that forks an engine later. vLLM also sets
-# this variable on import, but diffusers may be imported before vLLM, and it probes for a GPU on
-# import.
+# this variable on import, but diffusers may be imported before vLLM and probes for a GPU on import.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 

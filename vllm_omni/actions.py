@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The action modality: the controls of a model (`ActionSpace`) and their values in one latent frame
+"""The action modality: a model's controls (`ActionSpace`) and their values in one latent frame
 (`ActionFrame`).
 
 A model family declares its controls in `ModelFamily.action_space`. Endpoints, the web page,
-environments and the model read all properties of the controls from this declaration, for example
-which buttons exist and whether a session has a prompt and a start image. A request carries one
-entry per latent frame in
-`DiffusionParams.actions`, or dense arrays in the tensors `buttons`, `axes` and `scroll` (offline:
+environments and the model all use this declaration. It states, for example, which buttons exist and
+whether a session has a prompt and a start image. A request contains one entry per latent frame in
+`DiffusionParams.actions`, or dense arrays in the `buttons`, `axes` and `scroll` tensors (offline:
 `multi_modal_data={"actions": {...}}`). `read_actions` converts either form to `ActionFrames`.
 """
 
@@ -24,13 +23,13 @@ from vllm_omni.outputs import RequestFailed
 # N frames, B buttons, A axes
 
 MAX_ENTRIES: Final = 64
-"""Maximum number of entries in the `actions` of one request."""
+"""Maximum number of entries in a request's `actions`."""
 ACTION_TENSORS: Final = ("buttons", "axes", "scroll")
 MAX_IMAGES: Final = 16
 """Maximum number of named images per session."""
 _IMAGES: Final = "images."
 MAX_HELD: Final = 256
-"""Maximum number of buttons held in one frame: the number of virtual-key codes of a keyboard."""
+"""Maximum number of buttons held in one frame: the number of virtual-key codes on a keyboard."""
 _LARGEST: Final = 1e6
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
@@ -63,16 +62,17 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     unit: str
     """Unit of the axis's values."""
     kind: Literal["rate", "motion"] = "rate"
-    """How the value of the axis applies to frames. The value of a `rate` axis applies to every
-    frame until it changes, like the position of a joystick. A `motion` axis accumulates movement
-    until a frame consumes it, like a mouse."""
+    """How the axis value applies to frames. The value of a `rate` axis applies to every frame until
+    it changes, like the position of a joystick. A `motion` axis accumulates movement until a frame
+    consumes it, like a mouse.
+    """
     low: float = -_LARGEST
-    """Smallest value of the axis that one frame may carry, in `unit`."""
+    """Smallest value, in `unit`, that the axis can have in one frame."""
     high: float = _LARGEST
-    """Largest value of the axis that one frame may carry, in `unit`."""
+    """Largest value, in `unit`, that the axis can have in one frame."""
     mouse: Literal["x", "y"] | None = None
-    """Direction of mouse motion that moves the axis while the web page captures the mouse. Motion
-    to the right and down is positive.
+    """Mouse direction that moves the axis while the web page captures the mouse. Motion to the
+    right or downwards is positive.
     """
     scale: float = 1.0
     """Change of the axis per pixel of mouse motion, in `unit`."""
@@ -90,7 +90,7 @@ class NamedImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def image_tensor(name: str) -> str:
-    """Return the tensor name under which requests to the engine carry the named image `name`."""
+    """Return the name of the tensor that holds the named image `name` in engine requests."""
     return f"{_IMAGES}{name}"
 
 
@@ -102,19 +102,21 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     axes: tuple[Axis, ...] = ()
     """Axes, in the column order of dense arrays."""
     scroll: bool = False
-    """Whether the model uses the scroll wheel. Its value in a frame is -1, 0 or 1."""
+    """Whether the model uses the scroll wheel. The scroll value in a frame is -1, 0 or 1."""
     exclusive: bool = False
     """Whether at most one button may be held in each frame."""
     pose: bool = False
     """Whether requests may control the camera with poses instead of buttons."""
     prompt: Use = "required"
     """Whether the first request of a session needs a prompt; `none` means the model does not take
-    prompts."""
+    prompts.
+    """
     image: Use = "required"
     """Whether the first request of a session needs a start image; `none` means the model does not
-    take start images."""
+    take start images.
+    """
     images: tuple[NamedImage, ...] = ()
-    """Additional images that the first request of a session may include, each under its name."""
+    """Additional images that a session's first request may include, by name."""
 
     @property
     def image_names(self) -> tuple[str, ...]:
@@ -130,7 +132,7 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def has_controls(self) -> bool:
-        """Whether requests may carry `actions`."""
+        """Whether requests may contain `actions`."""
         return bool(self.buttons or self.axes or self.scroll)
 
     @property
@@ -179,7 +181,7 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return {**reported, "axes": axes}
 
     def takes(self) -> str:
-        """Describe all inputs of a session, for error messages about a prompt or an image."""
+        """Describe all of a session's inputs, for error messages about a prompt or an image."""
         parts = [
             what
             for what, use in (("a prompt", self.prompt), ("a start image", self.image))
@@ -191,7 +193,7 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 _MOST_LISTED: Final = 36
-"""Maximum number of button names in an error message, and maximum number of axis names.
+"""Maximum number of button names, and of axis names, in an error message.
 
 The limit is large enough for the letters, space, mouse buttons, arrow keys, shift and control.
 """
@@ -199,10 +201,10 @@ _HABITS: Final = ("Key", "Space", "Mouse", "Arrow", "Shift", "Control", "")
 
 
 def _habit(button: Button) -> int:
-    """Return the sort key of a button in a long list.
+    """Return a button's sort key for long lists.
 
     Buttons are sorted by the kind of key that triggers them on the web page. Buttons without a key
-    are last.
+    come last.
     """
     return next(
         (
@@ -233,36 +235,36 @@ CAMERA_SPACE: Final = ActionSpace(
     ),
     pose=True,
 )
-"""Controls of a free camera: eight keys, or camera poses."""
+"""Controls for a free camera: eight keys, or camera poses."""
 
 
 class ActionFrame(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Controls during one latent frame."""
+    """Controls for one latent frame."""
 
     buttons: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_HELD)] = ()
     """Names of the held buttons."""
     axes: dict[Name, Value] = msgspec.field(default_factory=dict)
-    """Values by axis name. The value of a missing axis is 0."""
+    """Values by axis name. A missing axis has the value 0."""
     scroll: Value = 0.0
-    """Scroll motion of the mouse wheel; only its sign is used."""
+    """Mouse wheel motion; only its sign is used."""
 
 
 ActionEntry = list[Name] | ActionFrame
-"""Controls of one frame. A list of names stands for a frame in which exactly the named buttons are
-held and no other control is used.
+"""Controls for one frame. A list of names stands for a frame in which exactly the named buttons are
+held and no other controls are used.
 """
 
 
 @dataclass(frozen=True)
 class ActionFrames:
-    """Controls of a chunk as dense tensors, one row per frame."""
+    """Controls for one chunk as dense tensors, with one row per frame."""
 
     buttons_NB: torch.Tensor
-    """Whether each button is held in each frame, bool."""
+    """Whether each button is held in each frame. Dtype: bool."""
     axes_NA: torch.Tensor
-    """Value of each axis in each frame, float32."""
+    """Value of each axis in each frame. Dtype: float32."""
     scroll_N: torch.Tensor
-    """Scroll direction in each frame, float32: -1, 0 or 1."""
+    """Scroll direction in each frame: -1, 0 or 1. Dtype: float32."""
 
     def held(self, space: ActionSpace) -> list[tuple[str, ...]]:
         """Return the names of the buttons held in each frame."""
@@ -286,18 +288,18 @@ def read_actions(
     tensors: Mapping[str, torch.Tensor],
     num_frames: int,
 ) -> ActionFrames | None:
-    """Read the controls of a chunk.
+    """Read a chunk's controls.
 
     Args:
-        space: Controls of the model.
+        space: The model's controls.
         entries: `DiffusionParams.actions`. If there are fewer entries than frames, the remaining
             frames are idle.
-        tensors: Tensors of the request. The tensors named in `ACTION_TENSORS` are the dense form of
+        tensors: The request's tensors. The tensors named in `ACTION_TENSORS` are the dense form of
             the controls.
         num_frames: Number of latent frames in the chunk.
 
     Returns:
-        Controls of `num_frames` frames, or None if the request contains no controls.
+        Controls for `num_frames` frames, or None if the request contains no controls.
 
     Raises:
         RequestFailed: `invalid_action`; the message lists the model's controls.
@@ -339,21 +341,21 @@ def as_frame(entry: ActionEntry) -> ActionFrame:
 
 
 def as_entry(frame: ActionFrame) -> ActionEntry:
-    """Return the shortest form of a frame: a list of names if the frame contains only buttons."""
+    """Return the shortest form of a frame: a list of names if the frame uses only buttons."""
     return frame if frame.axes or frame.scroll else list(frame.buttons)
 
 
 def check_frame(
     space: ActionSpace, frame: ActionFrame, where: str = "actions", *, summed: bool = False
 ) -> None:
-    """Check the controls of a frame.
+    """Check a frame's controls.
 
     Args:
-        space: Controls of the model.
+        space: The model's controls.
         frame: Controls to check.
-        where: Name of the frame in error messages.
-        summed: Whether the values of `motion` axes are accumulated movement, which may exceed the
-            range of the axis.
+        where: How error messages refer to the frame.
+        summed: Whether `motion` axis values are accumulated movement, which may exceed the axis
+            range.
 
     Raises:
         RequestFailed: `invalid_action`; the message lists the model's controls.

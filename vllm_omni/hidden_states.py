@@ -2,11 +2,11 @@
 """Hidden states of autoregressive requests: request parameters, results and wire format.
 
 A client requests hidden states in `SamplingParams.extra_args` (`HiddenStatesRequest.to_extra_args`)
-and reads them from vLLM's `RequestOutput` (`hidden_states_of`), both offline and when streaming.
-Hidden states are transported in `CompletionOutput.sampling_mask`, because this is the only
-per-token field that vLLM collects, merges for slow readers, and truncates at a stop string together
-with the tokens. Only `encode_hidden_states` and `_decode` depend on the format of an entry. The
-scheduler and the worker for hidden states are in other modules.
+and reads them from vLLM's `RequestOutput` (`hidden_states_of`). This works both with offline
+inference and with streaming. Hidden states are transported in `CompletionOutput.sampling_mask`,
+because this is the only per-token field that vLLM collects, merges for slow readers, and truncates
+at a stop string together with the tokens. Only `encode_hidden_states` and `_decode` depend on the
+entry format. The scheduler and the worker for hidden states are in other modules.
 """
 
 import json
@@ -43,21 +43,22 @@ LayerIndex = Annotated[int, msgspec.Meta(ge=-1024, le=1024)]
 
 
 class HiddenStatesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Specifies the hidden states that a request returns: which tokens and which layers."""
+    """Specifies the tokens and layers whose hidden states a request returns."""
 
     hidden_states: Literal["all", "generated", "last"]
     """Tokens whose hidden states are returned: `all` tokens that the model has processed (prompt
-    and generated), only the `generated` tokens, or only the `last` token. The token that was
-    sampled last has no hidden state, because it was never fed back to the model.
+    and generated), only the `generated` tokens, or only the `last` token. The last sampled token
+    has no hidden state, because it was never fed back to the model.
     """
     layers: Annotated[tuple[LayerIndex, ...], msgspec.Meta(min_length=1, max_length=64)] = (FINAL,)
-    """Layer indices as in transformers' `output_hidden_states`: 0 is the input embeddings, k is the
-    output of block k, and -1 (or the number of blocks) is the output of the final norm. Layers
-    other than the last must be enabled at startup with `omni.hidden_state_layers`.
+    """Layer indices as in `output_hidden_states` of Hugging Face Transformers: 0 is the input
+    embeddings, k is the output of block k, and -1 (or the number of blocks) is the output of the
+    final norm. Layers other than the last must be enabled at startup with
+    `omni.hidden_state_layers`.
     """
 
     def to_extra_args(self) -> dict[str, Any]:
-        """Return `SamplingParams.extra_args` that carry this request."""
+        """Return `SamplingParams.extra_args` that contain this request."""
         return {EXTRA_ARGS_KEY: {"hidden_states": self.hidden_states, "layers": list(self.layers)}}
 
     @classmethod
@@ -66,11 +67,11 @@ class HiddenStatesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
         Args:
             extra_args: `SamplingParams.extra_args`. The request for hidden states in `extra_args`
-                may also be a JSON string, because `vllm_xargs` of the HTTP API does not support
+                may also be a JSON string, because the HTTP API's `vllm_xargs` does not support
                 nested objects.
 
         Returns:
-            The request, or None if `extra_args` does not ask for hidden states.
+            The request, or None if `extra_args` does not request hidden states.
 
         Raises:
             RequestFailed: The request is malformed (code `invalid_request`).
@@ -99,13 +100,13 @@ class HiddenStatesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
 
 class HiddenStates(Mapping[int, torch.Tensor]):
-    """Hidden states of one completion. The keys are the layer indices in the request.
+    """Hidden states of one completion. The keys are the request's layer indices.
 
     Each value is a tensor `[num_rows, hidden_size]` on the CPU, in the model's dtype.
 
     Attributes:
-        positions: Index of each row's token in prompt + completion, int64 `[num_rows]`, strictly
-            increasing.
+        positions: Index of each row's token in the prompt followed by the completion, int64
+            `[num_rows]`, strictly increasing.
         token_ids: Token id of each row, int64 `[num_rows]`. The id is 0 if the prompt was given as
             embeddings.
         newest_only: Whether this is the streamed result of a `last` request, which a later delta
@@ -152,13 +153,13 @@ class HiddenStates(Mapping[int, torch.Tensor]):
 def hidden_states_of(
     output: "RequestOutput | CompletionOutput", index: int = 0
 ) -> HiddenStates | None:
-    """Return the hidden states of a completion.
+    """Return a completion's hidden states.
 
     Args:
         output: Result of `LLM.generate` or `AsyncLLM.generate`. A streamed delta contains the
             hidden states of its own tokens; the first delta also contains all hidden states of the
-            prompt. With `CUMULATIVE` and `FINAL_ONLY`, only the output of the finished request
-            contains hidden states, and it contains all of them.
+            prompt. If the output kind is `CUMULATIVE` or `FINAL_ONLY`, only the finished request's
+            output contains hidden states, and that output contains all of them.
         index: Index of the completion among the `n` completions.
 
     Returns:
@@ -186,7 +187,7 @@ def concat(parts: Sequence[HiddenStates | None]) -> HiddenStates | None:
     """Join the hidden states of consecutive deltas.
 
     Returns:
-        All hidden states, or only the newest ones for a `last` request. None if no delta contains
+        All hidden states or, for a `last` request, only the newest ones. None if no delta contains
         hidden states.
     """
     found = [part for part in parts if part is not None]
@@ -200,8 +201,9 @@ def concat(parts: Sequence[HiddenStates | None]) -> HiddenStates | None:
 
 
 def to_safetensors(states: HiddenStates) -> bytes:
-    """Return the bytes of a safetensors file with the tensors `layer.<index>`, `positions` and
-    `token_ids`."""
+    """Return the bytes of a safetensors file that contains the tensors `layer.<index>`, `positions`
+    and `token_ids`.
+    """
     from safetensors.torch import save
 
     layers = {f"layer.{layer}": token_states.contiguous() for layer, token_states in states.items()}
@@ -209,8 +211,7 @@ def to_safetensors(states: HiddenStates) -> bytes:
 
 
 def from_safetensors(data: bytes) -> HiddenStates:
-    """Parse the bytes of a file that `to_safetensors` wrote. Clients of the HTTP API use this
-    function."""
+    """Parse the bytes of a file that `to_safetensors` wrote. HTTP API clients use this function."""
     from safetensors.torch import load
 
     tensors = load(data)
@@ -223,7 +224,7 @@ def from_safetensors(data: bytes) -> HiddenStates:
 
 
 def error_text(failed: RequestFailed) -> str:
-    """Return the text that becomes the stop reason of a request that fails with an error."""
+    """Return the stop reason for a request that fails with an error."""
     return f"{_ERROR_PREFIX}{json.dumps([failed.code, failed.message])}"
 
 
@@ -246,12 +247,12 @@ def encode_hidden_states(
     """Pack hidden states for transport to the client.
 
     The last rows are attached to the newly sampled tokens, one row per token. All earlier rows are
-    attached to the first of these tokens. If tokens at the end are truncated, their hidden states
-    are therefore truncated, too.
+    attached to the first of these tokens. If vLLM truncates tokens at the end, their hidden states
+    are therefore truncated as well.
 
     Args:
         states: Hidden states `[num_rows, len(layers), hidden_size]` on the CPU.
-        layers: Layer indices in the request.
+        layers: The request's layer indices.
         positions: Position of each row's token.
         token_ids: Token id of each row.
         num_tokens: Number of newly sampled tokens.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters and tensors of a diffusion request, and how stock vLLM transports them.
+"""A diffusion request's parameters and tensors, and how stock vLLM transports them.
 
 Scalars and text are sent as JSON types in `PoolingParams.extra_kwargs["omni"]`. Tensors are packed
 into an envelope (`outputs.py`), which is sent as bytes in `extra_kwargs["omni_tensors"]`. vLLM
-cannot serialize a NumPy array in `extra_kwargs`, and the engine would crash. `extra_kwargs` works
-with every entry point of vLLM: `LLM.encode`, `AsyncLLM.encode` and Ray. Clients, endpoints and
-examples build requests with this module, and the runner parses requests with it.
+cannot serialize a NumPy array in `extra_kwargs`, so such an array would crash the engine.
+`extra_kwargs` works with every vLLM entry point: `LLM.encode`, `AsyncLLM.encode` and Ray. Clients,
+endpoints and examples build requests with this module, and the runner parses requests with it.
 """
 
 import functools
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm import PoolingParams
 
 PARAMS_KEY = "omni"
-"""Key of the request in `PoolingParams.extra_kwargs`."""
+"""Key of the request's parameters in `PoolingParams.extra_kwargs`."""
 _TENSORS_KEY = "omni_tensors"
 
 SessionId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}\Z")]
@@ -39,16 +39,16 @@ class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """A LoRA adapter that a request uses."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-    """Name under which the server has loaded the adapter."""
+    """Name of the adapter on the server."""
     scale: Annotated[float, msgspec.Meta(ge=-100, le=100)] = 1.0
-    """Strength of the adapter; 1 is the strength it was trained with."""
+    """Strength of the adapter. 1 is the strength at which the adapter was trained."""
 
 
 class UsedLora(Lora, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A LoRA adapter that was applied to a chunk."""
+    """A LoRA adapter applied to a chunk."""
 
     digest: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
-    """Hash that covers the tensors and strengths in the adapter's files, and the storage dtype."""
+    """Hash of the tensors and strengths in the adapter's files and of the storage dtype."""
 
 
 Loras = Annotated[list[Lora], msgspec.Meta(max_length=16)]
@@ -66,50 +66,53 @@ class DiffusionParams(
     """
 
     session_id: SessionId
-    """Id of the session to which the request belongs."""
+    """Id of the session that the request belongs to."""
     op: Literal["generate", "reset", "close", "fork"] = "generate"
-    """Operation of the request. `generate` generates the next chunk. `reset`, `close` and `fork`
-    change the session and return only metadata."""
+    """Operation to perform. `generate` generates the next chunk. `reset`, `close` and `fork` act on
+    the session and return only metadata.
+    """
     chunk_index: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """Index that the client expects the next chunk to have, or None to accept any index."""
     prompt: Text | None = None
-    """Text prompt. Required for the first chunk of a session. A prompt in a later chunk replaces
-    the session's prompt, starting with that chunk.
+    """Text prompt. Required for the first chunk of a session. A prompt in the request for a later
+    chunk replaces the session's prompt from that chunk on.
     """
     seed: Seed | None = None
     """Random seed for the noise."""
     height: Pixels | None = None
-    """Height of the frames in pixels. The value of the first chunk applies to the whole session."""
+    """Frame height in pixels. The first chunk's value applies to the whole session."""
     width: Pixels | None = None
-    """Width of the frames in pixels. The value of the first chunk applies to the whole session."""
+    """Frame width in pixels. The first chunk's value applies to the whole session."""
     actions: Annotated[list[ActionEntry], msgspec.Meta(max_length=MAX_ENTRIES)] | None = None
-    """Controls of the chunk, one entry per latent frame: names of held buttons, or an
+    """Controls for the chunk, one entry per latent frame: names of held buttons, or an
     `ActionFrame`. The model's `ActionSpace` lists the controls. Mutually exclusive with a `poses`
-    tensor."""
+    tensor.
+    """
     output: Output = "rgb"
     """Which tensors the result contains: `rgb` returns uint8 frames `[T, H, W, 3]`, `latents`
-    returns the unmodified latents of the model, and `both` returns both. `both` requires a
-    streaming model."""
+    returns the model's unmodified latents, and `both` returns both. `both` requires a streaming
+    model.
+    """
     trajectory: bool = False
     """Whether the result also contains the latents before each denoise step and the
-    log-probabilities of the sampler's draws. Requires a model that implements `SupportsTrajectory`
-    and has a stochastic sampler.
+    log-probabilities of the samples that the sampler draws. Requires a model that implements
+    `SupportsTrajectory` and has a stochastic sampler.
     """
     window_frames: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
-    """Attention window of a chunk in latent frames, including the chunk and the sink frames. The
-    value of the first chunk applies to the whole session. Default and maximum: the server's window.
+    """A chunk's attention window in latent frames, including the chunk and the sink frames. The
+    first chunk's value applies to the whole session. Default and maximum: the server's window.
     Requires a model that implements `SupportsSessionWindows`.
     """
     sink_frames: Annotated[int, msgspec.Meta(ge=0, le=4096)] | None = None
-    """Number of latent frames at the start of the session that remain in the window. The value of
-    the first chunk applies to the whole session. Default: the server's value. Requires a model that
+    """Number of the session's first latent frames that remain in the window. The first chunk's
+    value applies to the whole session. Default: the server's value. Requires a model that
     implements `SupportsSessionWindows`.
     """
     fork_to: SessionId | None = None
     """Id of the new session that `op="fork"` creates."""
     one_shot: bool = False
     """Whether to create the session for this request only and close it afterwards, even after a
-    failure. Used for a single image or a single video.
+    failure. Requests for a single image or video use this.
     """
     negative_prompt: Text | None = None
     """Text that classifier-free guidance steers away from."""
@@ -118,24 +121,24 @@ class DiffusionParams(
     num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
     """Number of denoise steps."""
     guidance_scale: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
-    """Scale of classifier-free guidance."""
+    """Classifier-free guidance scale."""
     num_images: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """Number of images to generate."""
     fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
     """Frame rate of the video in frames per second."""
     deadline_s: Seconds | None = None
-    """Time in seconds between the arrival of the request at the engine and its deadline. Used only
-    with deadline scheduling (`omni.scheduling`).
+    """Time in seconds from the request's arrival at the engine to its deadline. Used only with
+    deadline scheduling (`omni.scheduling`).
     """
     chunk_period_s: Seconds | None = None
     """Seconds between two consecutive chunks of the stream. Used only with deadline scheduling
     (`omni.scheduling`)."""
     lora: Loras | None = None
-    """LoRA adapters to use, starting with this chunk; several adapters may be active at once. An
+    """LoRA adapters to use, starting with this chunk. Several adapters may be active at once. An
     empty list removes all adapters. None keeps the session's adapters; a new session has none.
     """
     options: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Options that are specific to the model. The model validates them."""
+    """Model-specific options. The model validates them."""
 
     def __post_init__(self) -> None:
         if self.seed is not None:  # requests for later chunks have no seed and can skip the check
@@ -144,7 +147,7 @@ class DiffusionParams(
     def to_pooling_params(
         self, tensors: Mapping[str, torch.Tensor] | None = None
     ) -> "PoolingParams":
-        """Return a `PoolingParams` of vLLM that carries this request.
+        """Return a vLLM `PoolingParams` instance that contains this request.
 
         Args:
             tensors: Input tensors on the CPU, by name. Their data is copied.
@@ -186,14 +189,14 @@ _CONTENT = (
     ),
     *("guidance_scale", "num_images", "fps"),
 )
-"""Fields of `DiffusionParams` that determine the content of the result."""
+"""Fields of `DiffusionParams` that determine the result's content."""
 
 
 def refuse_unused(params: DiffusionParams, used: Collection[str]) -> None:
-    """Refuse parameters that a client sent and the model would ignore.
+    """Refuse parameters that a client sent but the model would ignore.
 
     Args:
-        params: Parameters of the request.
+        params: Request parameters.
         used: Fields of `_CONTENT` that the model supports.
 
     Raises:
@@ -213,17 +216,18 @@ def refuse_unused(params: DiffusionParams, used: Collection[str]) -> None:
 
 
 def engine_prompt() -> Any:
-    """Return the prompt of every diffusion request: a single token, because vLLM schedules tokens.
+    """Return the prompt that all diffusion requests share: a single token, because vLLM schedules
+    tokens.
 
-    The content of the request is in its pooling parameters.
+    The request's content is in its pooling parameters.
     """
     return _stock()[1](prompt_token_ids=[0])
 
 
 @functools.cache
 def _stock() -> "tuple[type[PoolingParams], Callable[..., Any]]":
-    """Import the vLLM classes and functions that are needed to build a request. The result is
-    cached, because even a repeated import takes a microsecond.
+    """Import the vLLM classes and functions needed to build a request. The result is cached,
+    because even a repeated import takes a microsecond.
     """
     from vllm.inputs import tokens_input
     from vllm.pooling_params import PoolingParams
@@ -232,7 +236,7 @@ def _stock() -> "tuple[type[PoolingParams], Callable[..., Any]]":
 
 
 def request_tensors(extra_kwargs: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
-    """Return the tensors of a request by name.
+    """Return a request's tensors by name.
 
     Tensors of dtype uint8 (images and videos) share the request's memory and must not be modified.
     Images and videos are not copied, because they are large and models convert them anyway. All

@@ -5,11 +5,11 @@
     llm.encode({"prompt_token_ids": [0], "multi_modal_data": data},
                pooling_params=DiffusionParams(...).to_pooling_params(), pooling_task="plugin")
 
-The value of a modality is one tensor, or a mapping of several named tensors, for example `camera`
-above. `actions` is a mapping of `buttons` [N, B], `axes` [N, A] and `scroll` [N], with one row per
-latent frame, for B buttons and A axes (vllm_omni/actions.py). The tensors reach the worker
-unchanged. Tensors are not tokenized, hashed or cached, because the camera path of a chunk never
-repeats. Tensors can also be sent in the request's pooling parameters (`inputs.request_tensors`).
+The value of a modality is one tensor or a mapping of several named tensors, such as `camera` above.
+`actions` is a mapping of `buttons` [N, B], `axes` [N, A] and `scroll` [N], with one row per latent
+frame, for B buttons and A axes (vllm_omni/actions.py). The tensors reach the worker unchanged.
+Tensors are not tokenized, hashed or cached, because the camera path of a chunk never repeats.
+Tensors can also be sent in the request's pooling parameters (`inputs.request_tensors`).
 """
 
 import uuid
@@ -40,16 +40,17 @@ from vllm.multimodal.processing import (
 from vllm_omni.actions import ACTION_TENSORS
 
 MODALITIES: Final = ("image", "video", "audio", "camera", "actions", "tensors")
-"""Keys of `multi_modal_data`. A request has at most one item per key. `tensors` is a mapping of all
-the model's tensors that belong to no other key."""
+"""Keys of `multi_modal_data`. A request has at most one item per key. The value of `tensors` is a
+mapping of all model inputs that belong to no other key.
+"""
 
 
 def rgb_image(image: Image.Image) -> Image.Image:
-    """Convert an image to mode RGB as image viewers display it.
+    """Convert an image to RGB mode, as image viewers display it.
 
-    The EXIF rotation is applied. Transparent areas are composited on white, as vLLM does for
-    language models; otherwise the colours hidden in transparent areas would become visible. 16-bit
-    grey is scaled to 8 bits.
+    The EXIF rotation is applied. Transparent areas are composited on white, as in vLLM for language
+    models; otherwise, the colours hidden in these areas would become visible. 16-bit greyscale
+    images are scaled to 8 bits.
     """
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):  # because Pillow would clip 16-bit grey to 255
@@ -121,7 +122,7 @@ class NamedTensorsInfo(BaseProcessingInfo):
 
 
 class NoDummyInputs(BaseDummyInputsBuilder[NamedTensorsInfo]):
-    """Minimal dummy input with which vLLM warms up processors."""
+    """Minimal dummy input for vLLM's processor warm-up."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         return ""
@@ -168,7 +169,7 @@ class NamedTensorsProcessor(BaseMultiModalProcessor[NamedTensorsInfo]):
 
 
 def feature_tensors(features: Sequence[MultiModalFeatureSpec]) -> dict[str, torch.Tensor]:
-    """Return the tensors in the `mm_features` of a scheduled request, by name."""
+    """Return the tensors in the `mm_features` of a scheduled request, keyed by name."""
     return {
         name: elem.data
         for feature in features

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The result envelope: one uint8 tensor that contains metadata and several tensors.
 
-vLLM transfers exactly one tensor per pooling request from a worker to a client, so everything that
-a request returns (frames, latents, timings, or an error) is packed into one tensor. This module
-defines the byte layout:
+vLLM transfers exactly one tensor per pooling request from a worker to a client, so the whole result
+of a request (frames, latents, timings, or an error) is packed into one tensor. This module defines
+the byte layout:
 
     magic "VOMN" | u32 version | u64 header length | JSON header | padding | payload 0 | padding |
     payload 1 ...
 
-The header is `{"meta": {...}, "tensors": [[name, dtype, shape, offset], ...]}`. Offsets count from
-the start of the envelope and are multiples of 64.
+The header is `{"meta": {...}, "tensors": [[name, dtype, shape, offset], ...]}`. Offsets are
+relative to the start of the envelope and are multiples of 64.
 """
 
 import json
@@ -45,12 +45,12 @@ _ARRAY_DTYPES = {name: np.dtype(name) for name in _DTYPES if name != "bfloat16"}
 
 
 class RequestFailed(Exception):
-    """A request failed. The session of the request and the engine continue.
+    """Raised if a request fails. The engine and the request's session continue to run.
 
     Attributes:
         code: Short stable identifier for programs, for example `invalid_camera`, `capacity` or
             `non_finite`.
-        message: Human-readable explanation, which contains no path, address or traceback.
+        message: Human-readable explanation. It contains no path, address or traceback.
     """
 
     def __init__(self, code: str, message: str):
@@ -68,14 +68,14 @@ def empty_result(
 ) -> torch.Tensor:
     """Return an uninitialised CPU tensor that `pack` turns into an envelope without a copy.
 
-    The storage of the tensor reserves space for the header in front of the data. `pack` takes over
-    the storage. The tensor must be the only tensor in the call to `pack` and must not be used for
+    The tensor's storage reserves space for the header in front of the data. `pack` takes over the
+    storage. The tensor must be the only tensor in the call to `pack` and must not be used for
     anything else.
 
     Args:
         shape: Shape of the tensor.
         dtype: Dtype of the tensor.
-        pin_memory: Whether to allocate page-locked memory, into which a CUDA device can copy
+        pin_memory: Whether to allocate page-locked memory, which a CUDA device can write to
             asynchronously.
     """
     nbytes = math.prod(shape) * dtype.itemsize
@@ -115,7 +115,7 @@ def pack(
 
     Args:
         meta: JSON-serialisable metadata.
-        tensors: Tensors by name. If there are CUDA tensors, the envelope is allocated in
+        tensors: Tensors, keyed by name. If there are CUDA tensors, the envelope is allocated in
             page-locked memory, and the CUDA tensors are copied directly into it.
 
     Raises:
@@ -142,7 +142,7 @@ def pack(
 
 
 def pack_bytes(meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """Pack metadata and CPU tensors into the bytes of an envelope, with one copy of each tensor.
+    """Pack metadata and CPU tensors into the bytes of an envelope. Each tensor is copied once.
 
     Raises:
         TypeError: A tensor has a dtype that envelopes do not support.
@@ -168,9 +168,11 @@ def _check_dtypes(tensors: Mapping[str, torch.Tensor]) -> None:
 def _layout(
     meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> tuple[bytes, list[int], int]:
-    """Return an envelope's prefix and header, the offset of each payload, and its size in bytes."""
-    # The header contains the offsets, and the offsets depend on the length of the header. Therefore
-    # reserve the largest possible length.
+    """Return an envelope's prefix and header, the offset of each payload, and the size of the
+    envelope in bytes.
+    """
+    # The header contains the offsets, and the offsets depend on the length of the header.
+    # Therefore, the largest possible length is reserved.
     entries: list[list[Any]] = [
         [name, _NAMES[t.dtype], list(t.shape), 0] for name, t in tensors.items()
     ]
@@ -196,17 +198,17 @@ def pack_error(code: str, message: str) -> torch.Tensor:
 
 
 def opaque(envelope: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of an envelope as a tensor of a dtype that only `unpack` supports.
+    """Return the bytes of an envelope as a tensor with a dtype that only `unpack` supports.
 
     No encoding of vLLM's `/pooling` endpoint supports this dtype, so the endpoint returns status
     500. With a uint8 tensor, the endpoint would return the bytes of an error as data, with status
-    200. Do not put the result into an inter-process message that is pickled.
+    200. Do not put the result into a pickled inter-process message.
     """
     return envelope.view(torch.bits8)
 
 
 class _Payload(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Entry for one tensor in the header of an envelope."""
+    """Entry for one tensor in an envelope's header."""
 
     name: str
     """Name of the tensor."""
@@ -253,7 +255,7 @@ def unpack(envelope: torch.Tensor) -> tuple[dict[str, Any], dict[str, torch.Tens
     """Read an envelope.
 
     Returns:
-        The metadata, and the tensors by name. The tensors are views into `envelope`.
+        The metadata, and the tensors, keyed by name. The tensors are views into `envelope`.
 
     Raises:
         RequestFailed: The envelope carries an error.
@@ -264,7 +266,7 @@ def unpack(envelope: torch.Tensor) -> tuple[dict[str, Any], dict[str, torch.Tens
 
 
 def unpack_arrays(envelope: torch.Tensor) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Read an envelope into NumPy arrays, which is faster than `unpack`.
+    """Read an envelope into NumPy arrays. This is faster than `unpack`.
 
     Raises:
         RequestFailed: The envelope carries an error.

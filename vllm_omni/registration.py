@@ -74,8 +74,9 @@ ONLINE_METHOD = "fp8_per_channel"
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 """vLLM's environment variable that assigns CPU cores to each rank."""
 SPIN_COUNT, SPINS = "GOMP_SPINCOUNT", "3000"
-"""Environment variable of libgomp, and its value: how often a waiting thread spins before it
-sleeps. 3000 spins take 0.1 ms."""
+"""Environment variable of libgomp, and its value: how many times a waiting thread spins before it
+sleeps. 3000 spins take 0.1 ms.
+"""
 
 
 class OmniPipelineConfig(PreTrainedConfig):
@@ -103,11 +104,11 @@ _CONFIG_CLASSES: dict[str, type[OmniPipelineConfig]] = {
     name: type(OmniPipelineConfig.__name__, (OmniPipelineConfig,), {"model_type": name})
     for name in MODEL_TYPES
 }
-"""Config class of each model type. The classes are distinct, because transformers requires it."""
+"""Config class for each model type. transformers requires a distinct class for each type."""
 
 
 class OmniConfigParser(ConfigParserBase):
-    """Config parser of `--config-format omni`.
+    """Config parser for `--config-format omni`.
 
     The parser accepts every checkpoint layout of the registered families. The checkpoint needs no
     `config.json`.
@@ -140,9 +141,9 @@ def read_checkpoint(path: Path) -> OmniPipelineConfig:
 
 
 class OmniModelConfig(VerifyAndUpdateConfig):
-    """Config hook of every architecture of this package.
+    """Config hook for all architectures in this package.
 
-    The hook sets defaults, so that `vllm serve DIR` needs few flags, and refuses unsupported
+    The hook sets defaults so that `vllm serve DIR` needs few flags, and it rejects unsupported
     arguments.
     """
 
@@ -217,7 +218,7 @@ class OmniModelConfig(VerifyAndUpdateConfig):
 class LanguageModelConfig(VerifyAndUpdateConfig):
     """Config hook for stock architectures that have no config hook.
 
-    The hook has an effect only if `--worker-cls` names a worker of this package.
+    The hook has an effect only if `--worker-cls` names a worker from this package.
     """
 
     @staticmethod
@@ -268,12 +269,12 @@ def apply_preset(vllm_config: "VllmConfig", family: ModelFamily, omni: OmniConfi
     line about the preset.
 
     Args:
-        vllm_config: Configuration of the engine, which is updated in place.
+        vllm_config: Engine configuration. It is updated in place.
         family: Model family, which must have presets.
         omni: Options of this package.
 
     Raises:
-        ValueError: The device does not support the precision of the preset.
+        ValueError: The device does not support the preset's precision.
     """
     from vllm.platforms import current_platform  # the import probes for devices
 
@@ -304,7 +305,7 @@ def resolve_quantization(model_config: "ModelConfig", omni: OmniConfig, *, cpu: 
     vLLM's `fp8` is the name of a storage format.
 
     Args:
-        model_config: Configuration of the model, which is updated in place.
+        model_config: Model configuration. It is updated in place.
         omni: Options of this package.
         cpu: Whether the model runs on a CPU.
 
@@ -326,11 +327,11 @@ def resolve_quantization(model_config: "ModelConfig", omni: OmniConfig, *, cpu: 
 
 
 def use_quantization_kernel(custom_ops: list[str]) -> None:
-    """Select vLLM's CUDA kernel for quantizing the inputs of linear layers by default.
+    """By default, select vLLM's CUDA kernel for quantizing the inputs of linear layers.
 
-    For models that are compiled as a whole, vLLM's default is the PyTorch implementation, because
-    Inductor fuses it with neighbouring ops. This package compiles only the pointwise ops between
-    layers, so quantization would become a separate, slower kernel.
+    For models compiled as a whole, vLLM's default is the PyTorch implementation, because Inductor
+    fuses it with neighbouring ops. This package compiles only the pointwise ops between layers, so
+    the PyTorch implementation would run as a separate, slower kernel.
 
     Args:
         custom_ops: `custom_ops` of the compilation config. The list is updated in place, unless the
@@ -344,8 +345,8 @@ def stay_in_process(parallel: "ParallelConfig") -> None:
     """Run a single CPU rank in the engine's own process, unless the user has chosen otherwise.
 
     By default, vLLM would start a worker process and reserve a core for the engine process, which
-    polls while it waits. On a machine with two cores, the reserved core is half of the machine.
-    The number of threads is set by `DiffusionCPUWorker`.
+    polls while it waits. On a machine with two cores, only one core would be left for the worker.
+    `DiffusionCPUWorker` sets the number of threads.
     """
     from vllm.platforms import current_platform  # the import probes for devices
 
@@ -361,7 +362,7 @@ def let_threads_sleep() -> None:
     """Shorten the time that waiting OpenMP threads spin, unless the user has set a wait policy.
 
     By default, waiting threads spin for 10 ms. If another program runs on the same core, spinning
-    uses up the thread's share of the core. The thread is then preempted during the next small
+    uses up the thread's share of CPU time. The thread is then preempted during the next small
     matmul, and all other threads wait for it. As a result, even one busy low-priority program would
     slow small models down by an order of magnitude (`benchmarks/served_attacks.py --attack
     program`). The variable affects only processes that start later, because libgomp reads its
@@ -372,7 +373,7 @@ def let_threads_sleep() -> None:
 
 
 def check_options(hf_config: PreTrainedConfig, additional_config: Any) -> OmniConfig:
-    """Parse and check the options of this package.
+    """Parse and check this package's options.
 
     Raises:
         ValueError: An option is invalid; the message names the option.
@@ -386,7 +387,8 @@ def check_options(hf_config: PreTrainedConfig, additional_config: Any) -> OmniCo
 
 def steps_one_at_a_time(vllm_config: "VllmConfig") -> bool:
     """Return whether the scheduler runs one denoise step per engine step. vLLM's own schedulers run
-    a whole chunk per engine step."""
+    a whole chunk per engine step.
+    """
     from vllm_omni.core.sched import StreamBatchScheduler
 
     return issubclass(vllm_config.scheduler_config.get_scheduler_cls(), StreamBatchScheduler)

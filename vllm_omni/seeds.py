@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random seeds as accepted by all endpoints: an integer from 0 to 2**64 - 1, or -1 for a random
-choice.
+"""Random seeds, in the format that all endpoints accept: an integer from 0 to 2**64 - 1, or -1 for
+a random choice.
 
 The range includes unsigned 64-bit seeds, because ComfyUI generates them and `torch.Generator`
 accepts them. An endpoint that receives -1 generates a seed itself. The response and the recording
-then contain the actual seed, so a replay gives the same result. An engine request never contains
+then contain the actual seed, so a replay reproduces the result. An engine request never contains
 -1.
 """
 

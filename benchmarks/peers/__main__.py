@@ -5,8 +5,8 @@ python -m benchmarks.peers prepare                        # their wheels, into .
 python -m benchmarks.peers run sglang_best ours_bf16 --out DIR
 python -m benchmarks.peers table DIR
 
-README.md in this folder lists the parts of the comparison, what is replaced in each part, and how
-fair the comparison is.
+README.md in this folder lists the parts of the comparison, explains what is replaced, and discusses
+how fair the comparison is.
 """
 
 import argparse

@@ -8,14 +8,14 @@ OURS = "ours"
 
 @dataclass(frozen=True)
 class Package:
-    """Packages that `prepare` puts into the Python path of a peer, in addition to `common`."""
+    """Packages that `prepare` puts into a peer's Python path, in addition to `common`."""
 
     left_out: tuple[str, ...] = ()
-    """Patterns (for `fnmatch`) of the files in the wheels that no part needs. The matching files
-    take up most of the space.
+    """`fnmatch` patterns for files in the wheels that no part needs. The matching files take up
+    most of the space.
     """
     source: str | None = None
-    """Instructions for getting a package that is in no registry."""
+    """Instructions for getting a package that is not in a registry."""
 
 
 PACKAGES = {
@@ -55,17 +55,17 @@ PACKAGES = {
 
 @dataclass(frozen=True)
 class Part:
-    """One measurement, which runs in a separate process."""
+    """One measurement that runs in a separate process."""
 
     model: str
     """Model that the part runs. Parts with the same model are compared with each other."""
     package: str
     """Key in `PACKAGES`, or `OURS`."""
     script: str
-    """Script that is run: the driver of a peer, or one of this project's benchmarks."""
+    """Script to run: a peer's driver, or one of this project's benchmarks."""
     options: tuple[str, ...] = ()
     limit_s: int = 150
-    """Time limit of the process in seconds, including start, compilation and all chunks."""
+    """Time limit for the process in seconds, including startup, compilation and all chunks."""
 
 
 FP8 = ("--quantization", "fp8_per_channel", "--kv-cache-dtype", "fp8")
@@ -90,11 +90,12 @@ PARTS = {
     "sglang_causal_wan": peer_part("causal_wan", "sglang", "causal_wan", 200),
 }
 BASELINES = {"lingbot_world": "ours_bf16", "causal_wan": "ours_causal_wan"}
-"""Model -> its baseline part. The times of other parts are compared with the baseline as ratios."""
+"""Maps each model to its baseline part. The other parts' times are divided by the baseline's time.
+"""
 OURS_TINY = {
     "lingbot_world.py": ("--tiny", "--height", "64", "--width", "96", "--eager", "--chunks", "8"),
     "streaming_wan.py": (
         *("--size", "tiny", "--height", "64", "--width", "96", "--eager", "--chunks", "8"),
     ),
 }
-"""Options of this project's benchmarks for a dry run on the CPU."""
+"""Options for a dry run of this project's benchmarks on the CPU."""

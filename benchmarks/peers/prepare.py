@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Downloads the packages of each peer into a separate folder, and packs them for another host."""
+"""Downloads each peer's packages into a separate folder, and packs the folders for another host."""
 
 import fnmatch
 import re
@@ -26,7 +26,7 @@ def prepare(names: list[str], folder: Path, python_version: str) -> None:
     """Put the wheels of `common` and of the named peers into `folder`, with one Python path per
     name.
 
-    An existing path is left unchanged. Delete the path to prepare it again.
+    Existing paths are not modified. To prepare a path again, delete it first.
     """
     for name in ["common", *names]:
         target = folder / name
@@ -58,8 +58,8 @@ def unpack_wheel(wheel: Path, target: Path, left_out: tuple[str, ...]) -> None:
 
 
 def pack(names: list[str], folder: Path, limit_mib: int) -> None:
-    """Write `common` and the named peers as one archive, which is split into files
-    `packs/N/piece-N-of-M`.
+    """Write `common` and the named peers to one archive, split into `packs/N/piece-N-of-M`
+    files.
     """
     packs = folder / "packs"
     packs.mkdir(parents=True, exist_ok=True)

@@ -20,17 +20,15 @@ from benchmarks.peers.parts import OURS, OURS_TINY, PARTS, Part
 REPO = Path(__file__).parents[2]
 DRIVERS = Path(__file__).parent / "drivers"
 SMALL_GPU_MIB = 100_000
-"""GPU memory below which LingBot World's text encoder remains on the CPU in bf16 runs, because it
-does not fit into 80 GB.
+"""GPU memory below which LingBot World's text encoder remains on the CPU in bf16 runs, because the
+model and the encoder do not fit into 80 GB.
 """
 LOG_LINES = 12
 OURS_SETTINGS = (
     *("model_options", "omni_options", "dtype", "quantization", "kv_cache_dtype", "eager"),
     *("stages_ms", "steps_ms"),
 )
-"""Fields that are copied from the result of this project's benchmarks, if the benchmark writes
-them.
-"""
+"""Fields that are copied from the results of this project's benchmarks, if they are present."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +36,18 @@ class PartRunner:
     out: Path
     """Folder for results and logs."""
     folder: Path
-    """Folder that contains the Python paths of the peers."""
+    """Folder that contains the peers' Python paths."""
     python: str | None
     """Interpreter that runs the peers. Default: the interpreter of this process."""
     commit: str | None
-    """Commit of this project. Default: the commit of the checkout, if it is a git repository."""
+    """Commit of this project. Default: the checkout's commit if the checkout is a git repository.
+    """
     tiny: bool = False
     """Whether to run narrow models on the CPU."""
 
     def run(self, name: str, limit_s: int | None = None, again: bool = False) -> bool:
-        """Measure a part unless it already has a result, and return whether it has a result
-        afterwards.
+        """Measure a part if it has no result yet or if `again` is set. Return whether the part has
+        a result afterwards.
         """
         result = self.out / f"{name}.json"
         if result.exists() and not again:
@@ -71,7 +70,7 @@ class PartRunner:
         return True
 
     def command(self, part: Part, scratch: Path) -> tuple[list[str], dict[str, str]]:
-        """Return the command and the environment of a part. The command writes a JSON file to
+        """Return the command and the environment for a part. The command writes a JSON file to
         `scratch`.
         """
         environment = os.environ | {
@@ -89,7 +88,7 @@ class PartRunner:
             return [sys.executable, str(script), *options, "--out", str(scratch)], environment
         paths = (self.folder / name for name in (part.package, "common"))
         environment["PYTHONPATH"] = os.pathsep.join(str(path.resolve()) for path in paths)
-        if part.package in ("sglang", "telefuser"):  # vLLM's allocator does not allow it
+        if part.package in ("sglang", "telefuser"):  # vLLM's allocator does not allow this setting
             environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         command = [self.python or sys.executable, str(DRIVERS / part.script), *part.options]
         command += ["--result", str(scratch / "measured.json"), *(["--tiny"] * self.tiny)]
@@ -118,9 +117,7 @@ class PartRunner:
 
 
 def run_limited(command: list[str], environment: dict[str, str], log: Path, limit_s: float) -> str:
-    """Run a command, redirecting its output to `log`. The process group of the command is killed at
-    the time limit.
-    """
+    """Run a command, redirect its output to `log`, and kill its process group at the time limit."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=environment, stdout=output, stderr=output, start_new_session=True
@@ -132,13 +129,13 @@ def run_limited(command: list[str], environment: dict[str, str], log: Path, limi
             status = f"killed at the limit of {limit_s:.0f} s (--seconds sets it)"
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # ends remaining workers
+                os.killpg(process.pid, signal.SIGKILL)  # kills the remaining workers
             process.wait()
     return status
 
 
 def result_of_ours(found: dict[str, Any]) -> dict[str, Any]:
-    """Return a result of this project's benchmarks in the format of the drivers' results."""
+    """Convert a result of this project's benchmarks to the format of the drivers' results."""
     chunks_ms = found["chunk_interval_ms_all"]
     memory = (found.get("device_memory") or [{}])[0].get("torch_peak")
     return {
@@ -157,8 +154,8 @@ def result_of_ours(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Return name, UUID and MiB of the visible GPUs, without creating a CUDA context in this
-    process.
+    """Return the name, UUID and memory in MiB of each visible GPU, without creating a CUDA context
+    in this process.
     """
     fields = ("name", "uuid", "memory.total")
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
@@ -173,7 +170,9 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def checkout_commit() -> str | None:
-    """Return the short hash of the checkout, with `-dirty` if tracked files differ from it."""
+    """Return the short hash of the checkout's commit, with `-dirty` if tracked files differ from
+    the commit.
+    """
     command = ["git", "-C", str(REPO), "describe", "--always", "--dirty", "--exclude=*"]
     found = subprocess.run(command, capture_output=True, text=True)
     return found.stdout.strip() or None

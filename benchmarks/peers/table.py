@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the table of a comparison: one row per part, with its ratio to this project on the same
-GPU.
+"""Writes the comparison table: one row per part, with the ratio of the part's time to this
+project's time on the same GPU.
 """
 
 import json
@@ -90,7 +90,7 @@ def row_text(
 
 
 def chunk_range(results: list[dict[str, Any]]) -> str:
-    """Return the range over the chunks of a single start, or over the medians of several starts."""
+    """Return the range of one start's chunk times, or of several starts' medians."""
     ends = results[0]["chunk_ms_range"]
     if len(results) > 1:
         ends = [result["chunk_ms"] for result in results]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a configuration like `haproxy.cfg`, which is next to this script, for your own servers.
+"""Write an HAProxy configuration for your servers, based on the `haproxy.cfg` next to this script.
 
     python3 deploy/haproxy/configure.py a=127.0.0.1:8001 b=127.0.0.1:8002 > /etc/haproxy/haproxy.cfg
 
-Each argument consists of the `omni.server_name` of a server and the address of this server. The
-script uses only Python's standard library.
+Each argument consists of a server's `omni.server_name` and address. The script uses only Python's
+standard library.
 """
 
 import argparse

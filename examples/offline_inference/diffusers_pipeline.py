@@ -7,7 +7,7 @@
 
 `--image` is the input image of an editing or image-to-video pipeline. `--out` must end in `.png`
 (if there are several images, they are numbered) or, for a video pipeline, in `.mp4`. `--option
-NAME=JSON` sets another argument of the pipeline's `__call__`, or an option of this package
+NAME=JSON` sets any other argument of the pipeline's `__call__`, or an option of this package
 (`aspect_ratio`, `prompt_suffix` or `lora`).
 """
 
@@ -63,13 +63,14 @@ def main(args: argparse.Namespace) -> None:
     tensors = {}
     if args.image is not None:
         tensors["image"] = torch.from_numpy(np.array(rgb_image(Image.open(args.image))))
-    from vllm import LLM  # imported late, because `--help` should not wait for it
+    from vllm import LLM  # imported late, so that `--help` need not wait for it
 
     llm = LLM(
         model=str(args.model),
         config_format="omni",
         skip_tokenizer_init=True,
-        # By default, models with an implementation in this package (Wan) run on its worker.
+        # By default, a model that this package supports natively (Wan) runs on the package's
+        # worker.
         distributed_executor_backend="vllm_omni.executor.DiffusersPipelineExecutor",
         dtype=args.dtype,
         additional_config={"omni": {"model": args.model_options}},

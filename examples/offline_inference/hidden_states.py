@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Get the text and the hidden states of a language model with one call of vLLM's `LLM.generate`.
+"""Get a language model's text and hidden states with one call to vLLM's `LLM.generate`.
 
     python examples/offline_inference/hidden_states.py                     # a tiny random model
     python examples/offline_inference/hidden_states.py --model Qwen/Qwen2.5-0.5B-Instruct --layers

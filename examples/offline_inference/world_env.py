@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step eight world models as gymnasium environments with random actions, then fork one of them and
+"""Step eight worlds with random actions, as gymnasium environments, then fork one of them and
 replay it.
 
     vllm-omni make-world my_world
     python examples/offline_inference/world_env.py my_world \\
         --image my_world/start/street_day.png --envs 8
 
-The script needs gymnasium (`pip install ".[env]"` in the checkout). The script prints the total
-chunks and frames per second of all environments.
+The script needs gymnasium (`pip install ".[env]"` in the checkout). It prints the chunks and frames
+per second, summed over all environments.
 """
 
 import argparse

@@ -8,10 +8,11 @@
     python examples/online_serving/realtime_video.py --image start.png --endpoint video \\
         --chunks 6 --output live.mp4
 
-`--endpoint generate` (default) uses `/v1/realtime_video/generate`, which sends msgpack with frames
-as images. `--endpoint video` uses `/v1/realtime/video`, which sends JSON and fragmented MP4 that is
-written to the file as it arrives. `--keys` contains one token per latent frame, which is 4 video
-frames. The keys w a s d move, i k j l look, and `-` means no key.
+`--endpoint generate` (default) uses `/v1/realtime_video/generate`, which sends frames as images in
+msgpack messages. `--endpoint video` uses `/v1/realtime/video`, which sends JSON and fragmented MP4.
+The script writes the MP4 to the file as it arrives. `--keys` contains one token per latent frame,
+which is 4 video frames. The w, a, s and d keys move the camera, i, k, j and l turn it, and `-`
+means no key.
 """
 
 import argparse
@@ -104,7 +105,7 @@ class Moved(Exception):
     """The session continues on another server.
 
     Args:
-        message: Message of the server about the move.
+        message: The server's message about the move.
     """
 
     def __init__(self, message: dict[str, Any]) -> None:
@@ -153,10 +154,10 @@ def open_endpoint(args: argparse.Namespace, path: str) -> ClientConnection:
 
 
 def follow(args: argparse.Namespace, moved: Moved, console: Console) -> str:
-    """Change the address in `args` to that of the server that a session has moved to, and return
-    the id of the session.
+    """Set the address in `args` to the server that the session has moved to, and return the session
+    id.
 
-    If the message contains no address, a proxy at the same address finds the server by its name.
+    If the message contains no address, a proxy at the current address finds the server by its name.
     """
     server, session_id = moved.message["server"], moved.message["session_id"]
     if "url" in moved.message:
@@ -196,7 +197,7 @@ def generate(args: argparse.Namespace, console: Console) -> int:
     num_chunks = 0
     while num_chunks < args.chunks:
         with open_endpoint(args, GENERATE_PATH) as stream:
-            # The server ignores an event with an id that it has already seen.
+            # The server ignores an event whose id it has already seen.
             for message in (init, *events):
                 stream.send(msgspec.msgpack.encode(message))
             try:
@@ -224,8 +225,8 @@ def generate(args: argparse.Namespace, console: Console) -> int:
 def chunks(
     stream: ClientConnection, count: int
 ) -> Iterator[tuple[dict[str, Any], bytes, dict[str, Any] | None]]:
-    """Yield frame messages as `(header, payload, None)`. For the last message of a chunk, the
-    statistics of the chunk replace None.
+    """Yield frame messages as `(header, payload, None)`. In a chunk's last tuple, the chunk's
+    statistics replace None.
     """
     last: tuple[dict[str, Any], bytes] | None = None
     while count:
@@ -262,7 +263,7 @@ def decode_frames(
     Args:
         header: Header of the message.
         payload: Bytes of the frames.
-        before: Last frame of the previous message, which deltas refer to.
+        before: Last frame of the previous message, which a delta may refer to.
     """
     if "payload_lengths" in header:
         images, at = [], 0
@@ -312,7 +313,7 @@ def video(args: argparse.Namespace, console: Console) -> int:
     with args.output.open("wb") as file:
         while True:
             with open_endpoint(args, VIDEO_PATH) as stream:
-                for first in (start, *waiting.values()):  # and events without effect before a move
+                for first in (start, *waiting.values()):  # and events not queued yet
                     stream.send(json.dumps(first))
                 try:
                     while (message := receive_json(stream))["type"] != "session.done":

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small policy on a CPU that walks to a landmark of the demo world by sight, over HTTP.
+"""Train a small policy, on a CPU and over HTTP, to walk to a landmark of the demo world by sight.
 
     vllm-omni demo --no-browser                                     # in another terminal, or:
     python examples/online_serving/train_policy.py                  # starts a server of its own
     python examples/online_serving/train_policy.py --url http://127.0.0.1:8000
 
 The observations are latents, so the server need not decode them. The policy is linear and maps
-pooled latents to the probabilities of four keys. The reward of a step is the decrease in the
-distance to the landmark in metres, computed from `infos["world_poses"]`. The policy is trained with
-REINFORCE, with the mean return as the baseline, and is then compared with random keys in new
-episodes. The script needs gymnasium but no GPU.
+pooled latents to the probabilities of four keys. A step's reward is the decrease in the distance to
+the landmark, in metres, computed from `infos["world_poses"]`. The policy is trained with REINFORCE,
+with the mean return as the baseline, and is then compared in new episodes with an untrained policy,
+which presses random keys. The script needs gymnasium but no GPU.
 """
 
 import argparse
@@ -34,7 +34,7 @@ KEYS = ("w", "s", "j", "l")
 START, LANDMARK = "start/square_day.png", (2.6, 7.4)
 """Start image, and (x_m, z_m) of the landmark, which is the street about 11 m ahead."""
 POOLS = (2, 4)
-"""Numbers of rows and columns to which latents are pooled."""
+"""Numbers of rows and columns that latents are pooled into."""
 
 
 class Policy:
@@ -51,14 +51,16 @@ class Policy:
         return powers / powers.sum(axis=1, keepdims=True)
 
     def choose(self, features: np.ndarray) -> np.ndarray:
-        """Draw a key for each row of features."""
+        """Sample a key for each row of features."""
         chances = self.probabilities(features).cumsum(axis=1)
         return (self._random.random((len(features), 1)) > chances).sum(axis=1).clip(0, 3)
 
     def learn(
         self, features: np.ndarray, keys: np.ndarray, returns: np.ndarray, rate: float
     ) -> None:
-        """Take one REINFORCE step. All arguments have the shape [T, N, ...]."""
+        """Take one REINFORCE step at the learning rate `rate`. All arrays have the shape
+        [T, N, ...].
+        """
         advantages = returns - returns.mean(axis=1, keepdims=True)
         advantages /= advantages.std() + 1e-6
         for step in range(len(features)):
@@ -107,7 +109,7 @@ def play(
 
 @contextlib.contextmanager
 def server_of(args: argparse.Namespace) -> Iterator[str]:
-    """Yield the address of the server. A server is started if no address was given."""
+    """Yield the server address. If no address is given, start a server."""
     if args.url is not None:
         yield args.url
         return
@@ -137,8 +139,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def train(env: WorldVectorEnv, args: argparse.Namespace) -> dict[str, Any]:
-    """Train a policy, and return how many metres closer the policy and random keys each get to the
-    landmark in an episode.
+    """Train a policy, and return how many metres closer to the landmark the trained and an
+    untrained policy each get in an episode.
     """
     size = features_of(env.reset(seed=args.seed)[0]).shape[1]
     policy, untrained = Policy(size, args.seed), Policy(size, args.seed + 1)

@@ -10,9 +10,9 @@
 
 `walk/` contains `poses.npy` (float [N, 4, 4], camera to world, OpenCV axes, one pose per frame) and
 `intrinsics.npy` ([N, 4] or [4]: fx, fy, cx, cy). `--keys` lists the keys held in each latent frame
-(4 video frames). The keys w a s d move, i k j l look, and `-` means no key. `--actions` works with
-any model: it lists buttons and `axis=value`, joined by `+`, for each latent frame. The server
-refuses unknown controls with an error that lists the model's controls.
+(4 video frames). The w, a, s and d keys move the camera, i, k, j and l turn it, and `-` means no
+key. `--actions` works with any model: it lists buttons and `axis=value`, joined by `+`, for each
+latent frame. The server refuses unknown controls with an error that lists the model's controls.
 
 The client reconnects after a lost connection, waits for a server that is restarting (`--retry-s`),
 and sends an interrupted request again with the same id to continue it. If the session moves to
@@ -192,14 +192,15 @@ def walk(args: argparse.Namespace, console: Console) -> tuple[np.ndarray, float]
                     used += len(parts[-1])
                     next_chunk = message["chunk_index"] + 1
             except BaseException:
-                # Hide a progress bar without progress, which would look unfinished above the error.
+                # Hide a progress bar that shows no progress, because it would look unfinished above
+                # the error.
                 progress.update(task, visible=progress.tasks[task].completed > 0)
                 raise
     return np.concatenate(parts), fps
 
 
 def extra_body(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that the user set. The server uses its defaults for all others."""
+    """Return the options that the user has set. The server uses its defaults for all others."""
     named = {
         name: getattr(args, name) for name in ("width", "height", "fps", "frames_per_chunk", "seed")
     }
@@ -211,8 +212,8 @@ def extra_body(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_camera(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Read float32 poses `[N, 4, 4]`, and intrinsics for each pose or for all of them, from a
-    folder.
+    """Read float32 poses `[N, 4, 4]` from a folder, with intrinsics for each pose or for all
+    poses.
     """
     poses_N44, intrinsics = (
         np.load(folder / f"{name}.npy").astype(np.float32) for name in ("poses", "intrinsics")
@@ -226,7 +227,7 @@ def steer(
     """Return the controls for the next request: actions, or the camera path from pose `used` on.
 
     The result is None at the end of the path. The server uses only the poses that fill whole
-    chunks, and the remaining poses belong to the next request.
+    chunks. The next request sends the remaining poses again.
     """
     if camera is None:
         return {
@@ -315,7 +316,9 @@ def responses(
 
 
 def prompt_of(args: argparse.Namespace, hello: dict[str, Any]) -> dict[str, str]:
-    """Return the given prompt, or the default if the session starts and the model takes prompts."""
+    """Return the given prompt or, if the request starts a session and the model takes prompts, the
+    default prompt.
+    """
     takes_one = hello.get("actions", {}).get("prompt", "required") != "none"
     starts = args.session_id is None or args.image is not None
     prompt = args.prompt or (DEFAULT_PROMPT if takes_one and starts else None)
@@ -323,7 +326,8 @@ def prompt_of(args: argparse.Namespace, hello: dict[str, Any]) -> dict[str, str]
 
 
 def rest_of(request: dict[str, Any], chunk: int, hello: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the part of a request from chunk `chunk` on, or None if no chunks are left.
+    """Return the request that asks for the rest of `request`, from chunk `chunk` on, or None if no
+    chunks are left.
 
     Raises WorldError if the request starts after `chunk`.
     """
@@ -353,9 +357,9 @@ def rest_of(request: dict[str, Any], chunk: int, hello: dict[str, Any]) -> dict[
 
 
 def follow(args: argparse.Namespace, moved: dict[str, Any]) -> None:
-    """Change the address in `args` to that of the server that a session has moved to.
+    """Set the address in `args` to the server that the session has moved to.
 
-    If the message contains no address, a proxy at the same address finds the server by its name.
+    If the message contains no address, a proxy at the current address finds the server by its name.
     """
     if "url" in moved:
         args.server, args.query = moved["url"].replace("http", "ws", 1), ""
@@ -390,8 +394,8 @@ def reopen_world(args: argparse.Namespace, attempt: int) -> ClientConnection:
 
     Args:
         args: Parsed command-line arguments.
-        attempt: Number of the reconnection, starting at 1. The first pause doubles with each
-            reconnection.
+        attempt: Number of this reconnection, starting at 1. The pause before the first try doubles
+            with each reconnection.
 
     Raises:
         WorldError: The server did not accept a connection in time.

@@ -24,8 +24,8 @@ IDS = [5, 9, 14, 3, 7, 11]
 def test_hidden_states_are_sent_from_one_engine_to_the_other(
     tiny_language_model: Path, null_world: Path
 ) -> None:
-    """The AR engine's hidden states equal those of transformers, and the diffusion request receives
-    them bit for bit as prompt embeddings.
+    """The AR engine's hidden states match those of Hugging Face Transformers. The diffusion request
+    receives them unchanged, bit for bit, as prompt embeddings.
     """
     from transformers import AutoModel
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Concurrent steps of one request: event order, limits, failures and disconnects."""
+"""Steps of one request that run concurrently: event order, limits, failures and disconnects."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ async def read_all(flow: AsyncIterator[Any]) -> list[Any]:
 
 async def read_until(flow: AsyncIterator[Any], message: str) -> list[Any]:
     """Read events slowly until the flow raises `ValueError(message)`; return the events read before
-    it.
+    the exception.
     """
     seen: list[Any] = []
 
@@ -32,8 +32,8 @@ async def read_until(flow: AsyncIterator[Any], message: str) -> list[Any]:
 
 
 def test_events_arrive_in_order_and_steps_run_concurrently() -> None:
-    """Two steps that wait for each other both finish, and events arrive in the order in which the
-    steps emit them.
+    """Two steps that exchange data both finish, which shows that they run concurrently. Each step's
+    events arrive in the order in which the step emits them.
     """
 
     async def scenario() -> list[Any]:

@@ -83,7 +83,7 @@ class Harness:
         committed: Any = (),
         **more: Any,
     ) -> None:
-        """Apply the worker's output of one step. Only requests in `done` receive a result. `more`
+        """Apply the worker's output for one step. Only requests in `done` receive a result. `more`
         contains additional fields of `StepOutput`.
         """
         reported = {name: ChunkProgress(*values) for name, values in (progress or {}).items()}
@@ -99,7 +99,7 @@ class Harness:
     def stock_response(
         self, output: SchedulerOutput, done: Any = ()
     ) -> dict[int, EngineCoreOutputs]:
-        """Apply the worker's output of one step as a stock `ModelRunnerOutput`."""
+        """Apply the worker's output for one step as a stock `ModelRunnerOutput`."""
         return self.scheduler.update_from_output(
             output, ModelRunnerOutput(**_results(output, done))
         )

@@ -119,7 +119,7 @@ class Harness:
     def work(
         self, scheduled: SchedulerOutput, sampled: dict[str, list[int]] | None = None
     ) -> ModelRunnerOutput:
-        """Return the worker's output of one step.
+        """Return the worker's output for one step.
 
         The output contains the requested hidden states and one token per finished prefill, or the
         tokens in `sampled`.
@@ -158,7 +158,7 @@ class Harness:
         )
 
     def receive(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Collect text, hidden states and finish reasons per request, like the front end."""
+        """Collect text, hidden states and finish reasons per request, as the front end does."""
         received = [out for group in outputs.values() for out in group.outputs]
         assert len({output.request_id for output in received}) == len(received), (
             "one output for each request"
@@ -235,7 +235,7 @@ def test_hidden_states_of_the_prompt_come_with_the_first_token(harness_for: Any)
 
 
 def test_text_equals_that_of_the_stock_scheduler(harness_for: Any) -> None:
-    """When requests with and without hidden states share a batch, tokens and finish reasons equal
+    """When requests with and without hidden states share a batch, tokens and finish reasons match
     those of the stock scheduler in every step.
     """
     harness, stock = harness_for(), harness_for(scheduler_cls=Scheduler)
@@ -266,8 +266,8 @@ def test_hidden_states_of_a_chunked_prefill_wait_for_the_first_token(harness_for
 
 
 def test_modes_generated_and_last(harness_for: Any) -> None:
-    """Mode `generated` sends only hidden states of positions after the prompt. Mode `last` sends a
-    single hidden state at the end of the request.
+    """The `generated` mode sends only the hidden states of positions after the prompt. The `last`
+    mode sends one hidden state, at the end of the request.
     """
     harness = harness_for()
     harness.add("g", "generated", list(range(10)), max_tokens=4)
@@ -280,9 +280,10 @@ def test_modes_generated_and_last(harness_for: Any) -> None:
 
 
 def test_mode_last_sends_every_token_with_stop_strings(harness_for: Any) -> None:
-    """With stop strings, mode `last` sends a hidden state with every token.
+    """With stop strings, the `last` mode sends a hidden state with every token.
 
-    The front end, not the engine, detects a stop string, and the engine sends nothing afterwards.
+    The front end, not the engine, detects a stop string. The engine sends nothing afterwards, so
+    the last hidden state must already have arrived.
     """
     harness = harness_for()
     harness.add("l", "last", list(range(10)), max_tokens=3, stop=["x"], detokenize=True)
@@ -294,8 +295,8 @@ def test_mode_last_sends_every_token_with_stop_strings(harness_for: Any) -> None
 def test_mode_all_skips_the_prefix_cache(
     harness_for: Any,
 ) -> None:
-    """A request in mode `all` fills the prefix cache but does not read it. Requests in other modes
-    read it.
+    """A request in `all` mode fills the prefix cache but does not read it. Requests in the other
+    modes read it.
     """
     harness = harness_for()
     prompt = list(range(48))
@@ -326,7 +327,7 @@ def test_a_preempted_request_sends_no_hidden_state_twice(harness_for: Any) -> No
 
 
 def test_hidden_states_after_a_stop_token_are_dropped(harness_for: Any) -> None:
-    """A stop token discards the drafts that were accepted after it, together with their hidden
+    """Drafts that were accepted after a stop token are discarded together with their hidden
     states.
     """
     harness = harness_for()
@@ -384,10 +385,11 @@ def test_steps_without_hidden_states_or_tokens_are_counted(harness_for: Any) -> 
 
 
 def test_the_byte_limit_ends_only_the_request(harness_for: Any) -> None:
-    """A request ends with code `too_large` when its hidden states exceed the byte limit.
+    """A request ends with the `too_large` code when its hidden states exceed the byte limit.
 
-    25 hidden states of 16 bytes each are allowed, so the sixth generated token exceeds the limit.
-    Mode `last` counts only the newest hidden state.
+    25 hidden states of 16 bytes each are allowed, and the prompt has 20 tokens, so the hidden state
+    of the sixth generated token exceeds the limit. The `last` mode counts only the newest hidden
+    state.
     """
     harness = harness_for(max_hidden_states_bytes=25 * WIDTH * 4)
     harness.add("big", "all", list(range(20)), max_tokens=20)
@@ -408,7 +410,7 @@ def test_the_byte_limit_ends_only_the_request(harness_for: Any) -> None:
 
 def test_a_prompt_above_the_byte_limit_ends_in_its_first_chunk(harness_for: Any) -> None:
     """If the first chunk of a prompt exceeds the byte limit, the error is the request's only
-    output, and its K/V blocks are freed.
+    output, and the request's K/V blocks are freed.
     """
     harness = harness_for(max_hidden_states_bytes=10, max_num_batched_tokens=16)
     harness.add("big", "all", list(range(40)))
@@ -419,8 +421,8 @@ def test_a_prompt_above_the_byte_limit_ends_in_its_first_chunk(harness_for: Any)
 
 
 def test_an_error_is_reported_like_a_stock_finish(harness_for: Any) -> None:
-    """The client of a failed request receives its events and trace headers, as after a stock
-    finish.
+    """The client of a failed request receives the request's events and trace headers, as after a
+    stock finish.
 
     The failed request also appears in the list of finished requests, which data-parallel front ends
     count.
@@ -446,8 +448,8 @@ def test_an_error_is_reported_like_a_stock_finish(harness_for: Any) -> None:
 def test_an_error_envelope_ends_a_request_without_hidden_states(
     harness_for: Any, entry: torch.Tensor
 ) -> None:
-    """The worker validates hidden-state parameters, and the client receives the worker's error if
-    they are malformed.
+    """The worker validates hidden-state parameters. If they are malformed, the client receives the
+    worker's error.
     """
     harness = harness_for()
     harness.add("bad", None, list(range(5)), extra_args={EXTRA_ARGS_KEY: "nonsense"})
@@ -526,7 +528,8 @@ def test_an_aborted_request_drops_its_hidden_states(harness_for: Any) -> None:
 
 
 def test_async_scheduling_returns_the_same_positions(harness_for: Any) -> None:
-    """With asynchronous scheduling, outputs arrive one step later, and the positions are the same.
+    """With asynchronous scheduling, outputs arrive one step later, with the same positions as in
+    synchronous scheduling.
 
     `ARHiddenStatesScheduler` then derives from vLLM's asynchronous scheduler.
     """
@@ -551,7 +554,7 @@ def test_async_scheduling_returns_the_same_positions(harness_for: Any) -> None:
 
 
 def test_return_sampling_mask_is_refused(tiny_language_model: Path) -> None:
-    """`--return-sampling-mask` is refused at startup, because hidden states use the same output
+    """`--return-sampling-mask` is rejected at startup, because hidden states use the same output
     field.
     """
     with pytest.raises(

@@ -14,7 +14,9 @@ STEPS = 4
 
 
 def streams(limit: int, session: str = "s") -> ScheduledStreams:
-    """Return streams with one session that has committed its first chunk."""
+    """Return a `ScheduledStreams` that contains one session, which has committed its first
+    chunk.
+    """
     found = ScheduledStreams(10.0, chunks_in_flight=limit)
     found.add_request("first", RequestFields(session, 0), 0.0)
     found.mark_stepped("first")

@@ -17,8 +17,8 @@ STEPS = 3
 
 @pytest.fixture(params=["fifo", "deadline"])
 def new_harness(request: pytest.FixtureRequest, null_world: Path) -> Callable[..., Harness]:
-    """Return a factory of harnesses that use one of the two scheduling policies. The policies
-    behave the same when requests have no deadlines.
+    """Return a harness factory for one of the two scheduling policies. When requests have no
+    deadlines, both policies behave the same.
     """
     return partial(Harness, null_world, scheduling=request.param)
 
@@ -86,8 +86,8 @@ def test_a_chunk_closer_than_the_lag_waits(new_harness: Callable[..., Harness]) 
 def test_a_small_batch_starves_no_session(
     new_harness: Callable[..., Harness], max_requests_per_step: int
 ) -> None:
-    """Every chunk finishes when two sessions have three chunks in flight each, more than a batch
-    can contain.
+    """When two sessions each have three chunks in flight, more than fit in a batch, every chunk
+    still finishes.
     """
     harness = new_harness(max_requests_per_step=max_requests_per_step, chunks_in_flight=3)
     worker = Worker(harness)

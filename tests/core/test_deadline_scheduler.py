@@ -17,8 +17,8 @@ from vllm_omni.core.step_protocol import SchedulerNote
 
 
 def harness(model: Path, costs: StepCosts = StepCosts(size_s=0.2), **omni: Any) -> Harness:  # noqa: B008 (frozen)
-    """Return a harness with the given step costs. A request counts as size 1 until the worker
-    reports its size.
+    """Return a harness with the given step costs. A request is assumed to have size 1 until the
+    worker reports its size.
     """
     made = Harness(model, scheduling="deadline", **omni)
     made.scheduler._cost_model.costs = costs
@@ -47,8 +47,8 @@ def test_an_urgent_request_runs_first(null_world: Path) -> None:
 
 
 def test_requests_outside_the_batch_keep_their_order(null_world: Path) -> None:
-    """Requests outside the batch keep their order: running ones stay running, and new ones stay
-    waiting.
+    """Requests outside the batch keep their order: running requests stay running, and new requests
+    stay waiting.
     """
     run = harness(null_world, max_requests_per_step=1)
     for number, name in enumerate("abc"):
@@ -91,8 +91,8 @@ def test_more_sessions_than_vllm_may_run(null_world: Path) -> None:
 
 
 def test_a_pause_lets_running_requests_end(null_world: Path) -> None:
-    """In state `PAUSED_NEW`, running requests continue, and no new request starts, not even a more
-    urgent one.
+    """In the `PAUSED_NEW` state, running requests continue and no new request starts, not even a
+    more urgent one.
     """
     run = harness(null_world)
     run.add("a", "a", deadline_s=60.0)
@@ -105,7 +105,7 @@ def test_a_pause_lets_running_requests_end(null_world: Path) -> None:
 
 
 def test_a_refused_stream_receives_a_note_and_ends(null_world: Path) -> None:
-    """The request of a refused stream is scheduled once so that the runner returns its error; the
+    """A refused stream's request is scheduled once so that the runner returns the error. The
     session is then removed together with the request.
     """
     run = harness(null_world, target_fps=16)
@@ -121,8 +121,8 @@ def test_a_refused_stream_receives_a_note_and_ends(null_world: Path) -> None:
 
 @pytest.mark.parametrize("ended", ["done", "denoised"])
 def test_a_stream_between_chunks_counts_for_refusals(null_world: Path, ended: str) -> None:
-    """A live stream that is between two chunks still counts as load when new streams are refused,
-    because its next chunk is expected.
+    """A live stream between two chunks still counts towards the load when the scheduler decides
+    whether to refuse a new stream, because its next chunk is expected.
 
     Two streams that are refused in the same step both receive errors and are removed.
     """
@@ -154,7 +154,7 @@ def test_the_cost_of_the_end_of_a_chunk_is_measured_per_level(null_world: Path) 
     """For each degradation level, the cost model receives the sizes of the chunks that ended at
     this level or above.
 
-    Chunk 0 runs at full quality and counts for neither of the two levels. Chunk 1 counts for both
+    Chunk 0 runs at full quality and counts towards neither level. Chunk 1 counts towards both
     levels.
     """
     run = harness(null_world, degradations=["fewer_steps", "tiny_vae"])
@@ -177,10 +177,10 @@ DEFAULT_COSTS = StepCosts()
 def observed(
     model: Path, costs: StepCosts = DEFAULT_COSTS, **omni: Any
 ) -> tuple[Harness, list[tuple[Any, ...]]]:
-    """Return a harness and the list of calls of its cost model.
+    """Return a harness and the list of calls to its cost model.
 
-    Each call contains the sizes of a batch, of the chunks that start in the batch and of those that
-    end in it, and the batch's duration.
+    Each call states the size of a batch, the sizes of the chunks that start and end in it, and its
+    duration.
     """
     run, reported = harness(model, costs, **omni), []
     run.scheduler._cost_model.observe = lambda *args: reported.append(args)  # type: ignore[method-assign, func-returns-value]
@@ -188,9 +188,7 @@ def observed(
 
 
 def test_sizes_of_started_and_ended_chunks_are_measured(null_world: Path) -> None:
-    """A chunk counts as ended after its last denoising step, although its result is still
-    pending.
-    """
+    """A chunk counts as ended after its last denoise step, although its result is still pending."""
     run, reported = observed(null_world)
     run.add("a", "a", deadline_s=60.0)
     _, output = run.schedule()
@@ -201,7 +199,7 @@ def test_sizes_of_started_and_ended_chunks_are_measured(null_world: Path) -> Non
 
 
 def test_steps_of_a_stock_worker_are_measured(null_world: Path) -> None:
-    """Steps of a stock worker are timed by wall clock, and a request counts as ended once the
+    """A stock worker's steps are timed by the wall clock, and a request counts as ended once the
     engine has removed it.
     """
     run, reported = observed(null_world)
@@ -251,7 +249,7 @@ def test_the_end_of_the_running_step_is_predicted(
 
 
 def note_of_last(run: Harness) -> list[str]:
-    """Return the degradations in the scheduler's note on the new request of the last batch."""
+    """Return the degradations in the scheduler's note on the new request in the last batch."""
     assert run.last is not None
     params = run.last.scheduled_new_reqs[0].pooling_params
     assert params is not None

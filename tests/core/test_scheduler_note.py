@@ -14,8 +14,8 @@ def params(extra: dict[str, Any] | None) -> PoolingParams:
 
 
 def test_a_note_is_added_to_the_fields_of_the_client() -> None:
-    """The note is added to a copy of the request's fields, and the client's object does not
-    change.
+    """The scheduler adds the note to a copy of the request's fields and does not change the
+    client's object.
     """
     sent = params({"omni": {"session_id": "s"}, "omni_tensors": b"x"})
     noted = SchedulerNote(refused="full", degradations=["fewer_steps"]).attach_to_params(sent)
@@ -31,7 +31,7 @@ def test_a_note_is_added_to_the_fields_of_the_client() -> None:
 
 @pytest.mark.parametrize("extra", [None, {}, {"omni": {"session_id": "s"}}])
 def test_params_without_a_note_are_not_copied(extra: dict[str, Any] | None) -> None:
-    """Parameters without a note are not copied, and reading them yields an empty note."""
+    """Parameters without a note are not copied, and the note read from them is empty."""
     sent = params(extra)
     assert without_note(sent) is sent and SchedulerNote.read_extra_kwargs(extra) == SchedulerNote()
     noted = SchedulerNote(degradations=["a"]).attach_to_params(sent)

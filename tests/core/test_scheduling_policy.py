@@ -209,8 +209,8 @@ def test_a_chunk_is_degraded_only_to_be_in_time(
 def chosen_by_definition(
     requests: list[LiveRequest], costs: StepCosts, most: int
 ) -> list[LiveRequest]:
-    """Return the batch that follows from the definition of `choose_batch`, by trying every batch
-    size.
+    """Try every batch size, and return the batch that follows from the definition of
+    `choose_batch`.
 
     The result is exact for binary fractions such as 3/8.
     """
@@ -234,7 +234,7 @@ def chosen_by_definition(
     best, best_wait = 1, 0.0
     for k in range(1, most + 1):
         together = costs.step_s + sum(costs.of_step(r) for r in queue[:k])
-        # Delay of each request's step, compared with running the requests one at a time.
+        # Delay of each request's step relative to running the requests one at a time.
         later = [
             together - sum(one_step(r, costs) for r in queue[: min(i, k - 1) + 1])
             for i in range(len(queue))
@@ -314,7 +314,9 @@ def test_the_batch_equals_its_definition(tight: float) -> None:
 def test_costs_of_a_request_at_its_level(
     costs: StepCosts, level: int, steps_left: int, started: bool, step_s: float, chunk_s: float
 ) -> None:
-    """The cost of the next step and of the remaining steps is correct for a request of size 0.5."""
+    """The costs of the next step and of the rest of the chunk are correct for a request of size
+    0.5.
+    """
     request = live("a", 9, steps_left, started=started, size=0.5, level=level)
     assert costs.of_step(request) == step_s
     assert costs.of_chunk(steps_left, 0.5, started, level) == chunk_s

@@ -33,8 +33,8 @@ def show(
 
 
 def test_the_parts_of_a_step_are_found() -> None:
-    """With 2 % noise on the steps, the cost of a chunk is learnt within 5 % and each of its
-    components within 25 %.
+    """With 2 % noise in the step durations, the model learns a chunk's cost to within 5 % and each
+    component of the cost to within 25 %.
     """
     model = StepCostModel()
     show(model, TRUE, 200, random.Random(0))
@@ -71,8 +71,8 @@ def test_a_lasting_change_is_learnt() -> None:
 
 
 def test_unobserved_costs_keep_their_values() -> None:
-    """The learnt cost of steps with several streams is unchanged after hours in which only one
-    stream runs.
+    """After 2000 steps that each run at most one stream, the model still predicts the cost of a
+    step with four streams to within 15 %.
     """
     model, rng = StepCostModel(), random.Random(4)
     show(model, TRUE, 200, rng)
@@ -82,7 +82,7 @@ def test_unobserved_costs_keep_their_values() -> None:
 
 
 def show_ladder(model: StepCostModel, chunks: int, rng: random.Random, level: int) -> None:
-    """Observe chunks of five steps at `level`. From level 2 onwards the end of a chunk takes 10 ms
+    """Observe chunks of five steps at `level`. From level 2 onwards, the end of a chunk takes 10 ms
     instead of 150 ms.
     """
     for _ in range(chunks):
@@ -94,8 +94,8 @@ def show_ladder(model: StepCostModel, chunks: int, rng: random.Random, level: in
 
 
 def test_the_cost_of_a_level_is_learnt() -> None:
-    """The cost of a level is learnt within ten chunks. Until then, the model uses the cost of the
-    next better level.
+    """The model learns a level's cost within ten chunks. Until then, it uses the cost of the
+    next-better level.
     """
     model, rng = StepCostModel(num_levels=3), random.Random(5)
     show_ladder(model, 20, rng, level=0)
@@ -129,8 +129,8 @@ def test_invalid_steps_are_ignored(bad: tuple[float, float, float, float]) -> No
 
 @pytest.mark.parametrize("scale", [1.0, 64.0, 0.25])
 def test_costs_do_not_depend_on_the_unit_of_size(scale: float) -> None:
-    """For noise-free steps, the learnt costs are within 5 % of the true ones, whatever unit the
-    sizes are given in.
+    """For noise-free steps, the learnt costs are within 5 % of the true costs, whatever the unit of
+    the sizes.
     """
     true = StepCosts(step_s=0.2, size_s=0.5 / scale, first_s=0.8 / scale, last_s=0.3 / scale)
     model, rng = StepCostModel(), random.Random(7)
@@ -143,7 +143,7 @@ def test_costs_do_not_depend_on_the_unit_of_size(scale: float) -> None:
 
 
 def test_one_slow_step_of_the_first_three_is_an_outlier() -> None:
-    """If one of the first three steps is slow, it is treated as an outlier.
+    """If one of the first three steps is slow, the model treats it as an outlier.
 
     A slow first step still has a weight of a ninth until more steps are observed.
     """

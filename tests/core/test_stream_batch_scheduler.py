@@ -19,8 +19,8 @@ from vllm_omni.inputs import DiffusionParams
 
 @pytest.fixture(params=["fifo", "deadline"])
 def new_harness(request: pytest.FixtureRequest, null_world: Path) -> Callable[..., Harness]:
-    """Return a factory of harnesses that use one of the two scheduling policies. The policies
-    behave the same when requests have no deadlines.
+    """Return a harness factory for one of the two scheduling policies. When requests have no
+    deadlines, both policies behave the same.
     """
     return partial(Harness, null_world, scheduling=request.param)
 
@@ -55,8 +55,8 @@ def test_a_request_never_has_two_steps_in_flight(new_harness: Callable[..., Harn
 
 
 def test_max_num_batched_tokens_limits_the_batch(new_harness: Callable[..., Harness]) -> None:
-    """Each request's step counts as one token towards `--max-num-batched-tokens`. If that is
-    smaller than the batch limit, it applies instead.
+    """Each request's step counts as one token towards `--max-num-batched-tokens`. If this option is
+    smaller than the batch limit, the option applies instead.
     """
     for max_tokens, expected in ((2, 2), (9, 3), (0, 3)):
         harness = new_harness(max_requests_per_step=3, max_tokens=max_tokens)
@@ -97,7 +97,7 @@ def test_aborting_a_chunk_starts_the_next_one(
 
 def test_requests_are_spread_over_the_stages(new_harness: Callable[..., Harness]) -> None:
     """Four sessions on two pipeline stages run as two batches of two. Chunks that wait for their
-    predecessor do not count.
+    predecessors do not count towards a batch.
     """
     harness = new_harness(stages=2)
     for name in "abcd":
@@ -170,9 +170,9 @@ def test_malformed_requests_reach_the_runner(new_harness: Callable[..., Harness]
 def test_a_request_without_params_makes_pooling_fail(
     new_harness: Callable[..., Harness],
 ) -> None:
-    """A `/pooling` request without our parameters fails.
+    """A `/pooling` request without this package's parameters fails.
 
-    vLLM would otherwise return status 200 with the bytes of an error as data.
+    vLLM would otherwise return status 200 with the error's bytes as data.
     """
     harness = new_harness()
     harness.add("ours", "s")

@@ -32,8 +32,8 @@ def finish(
 
 
 def test_one_request_of_a_session_at_a_time_by_chunk_index() -> None:
-    """A session runs one chunk at a time in the order of the index, and no chunk overtakes one that
-    has started.
+    """A session runs one chunk at a time in index order, and no chunk overtakes a chunk that has
+    started.
     """
     streams = ScheduledStreams(10.0)
     for chunk in (2, 1):
@@ -85,7 +85,7 @@ def test_the_first_level_that_is_in_time_is_chosen() -> None:
 
 
 def test_a_degraded_chunk_counts_at_its_reduced_cost() -> None:
-    """A degraded chunk counts with its reduced cost when the level of another chunk is chosen.
+    """When the level of another chunk is chosen, a degraded chunk counts with its reduced cost.
 
     One chunk takes 0.2 s instead of 0.5 s, so the next one (0.5 s, due in 0.75 s) is not degraded.
     """
@@ -137,7 +137,7 @@ def only(streams: ScheduledStreams, name: str) -> LiveRequest:
 
 
 def test_expected_steps_and_size_before_the_first_step() -> None:
-    """The number of steps and the size of a request are predicted before its first step.
+    """A request's number of steps and its size are predicted before its first step.
 
     A chunk with a deadline is expected to have the same steps and size as the stream's last chunk
     at the same level. A chunk without a deadline is expected at full quality. An operation takes
@@ -176,7 +176,7 @@ def test_expected_steps_and_size_before_the_first_step() -> None:
 
 def test_progress_updates_steps_and_size() -> None:
     """The worker reports the progress of a chunk. Without a report, one step is subtracted from the
-    steps that are left.
+    remaining steps.
 
     At least one step remains, and sizes are at least one.
     """
@@ -215,8 +215,8 @@ def test_operations_do_not_change_expected_chunks() -> None:
 
 
 def test_a_stream_is_removed_with_its_last_operation() -> None:
-    """A stream is retained while a chunk waits behind a `reset` and after a chunk ends. It is
-    removed with its last operation.
+    """A stream is retained while a chunk waits for an earlier `reset`, and after a chunk ends. It
+    is removed with its last operation.
     """
     streams = ScheduledStreams(10.0)
     streams.add_request("reset", RequestFields("s", 0, is_chunk=False), 0.0)
@@ -265,8 +265,8 @@ def test_the_least_recently_used_stream_is_evicted() -> None:
 
 
 def test_steps_without_a_deadline_are_due_one_after_the_other() -> None:
-    """Steps without a deadline are due one after another, starting from the last such step or the
-    first arrival.
+    """Steps without a deadline are due one after another, counted from the last such step or from
+    the first arrival.
 
     Requests with a deadline do not affect the due times of other requests.
     """
@@ -332,8 +332,8 @@ def test_requests_that_start_a_stream(requested: RequestFields, refused: bool) -
 
 
 def test_refusals_assume_full_quality() -> None:
-    """Whether a stream is refused is computed from the costs at full quality, so a cheaper level
-    adds no capacity. Until costs have been measured, every stream is accepted.
+    """The scheduler uses the costs at full quality to decide whether to refuse a stream, so a
+    cheaper level adds no capacity. Until costs have been measured, every stream is accepted.
     """
     streams = ScheduledStreams(10.0, num_levels=2)
     new = fields("new", period_s=0.05)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands, flags, variables, paths and exit statuses that files in `deploy` mention exist.
+"""Every command, flag, variable, path and exit status mentioned in a file in `deploy` exists.
 
 tests/entrypoints/realtime/test_operators_served.py checks that a real server exports the metrics
 that the alerting rules and the dashboard use.
@@ -56,7 +56,7 @@ def lines(path: Path) -> list[str]:
 
 
 def unit() -> dict[str, list[str]]:
-    """Return every `Name=value` of the systemd unit, regardless of its section."""
+    """Return every `Name=value` in the systemd unit, regardless of its section."""
     found: dict[str, list[str]] = {}
     for line in lines(UNIT):
         name, equals, value = line.partition("=")
@@ -75,7 +75,7 @@ def environment() -> dict[str, str]:
 
 
 def parse(command: list[str]) -> argparse.Namespace:
-    """Parse a `vllm serve ... --omni` command as the server does; an unknown flag raises."""
+    """Parse a `vllm serve ... --omni` command as the server does; an unknown flag is an error."""
     assert command[:2] == ["vllm", "serve"] and "--omni" in command
     args: argparse.Namespace = parser().parse_args(
         ["serve", *(word for word in command[2:] if word != "--omni")]
@@ -111,8 +111,8 @@ def test_the_unit_restarts_a_server_that_failed_except_after_status_2_or_130() -
 def test_the_unit_lets_the_server_finish() -> None:
     """systemd gives the server time to drain.
 
-    systemd sends SIGTERM only to the server, which stops its engine itself. It kills the remaining
-    processes only after the longest time that the server's drain can take.
+    systemd sends SIGTERM only to the server, which stops its engine itself. systemd kills the
+    remaining processes only after the longest time that a drain can take.
     """
     command = shlex.split(only("ExecStart"))
     omni = OmniConfig.from_additional_config(
@@ -193,8 +193,8 @@ def test_a_dockerfiles_commands_flags_and_paths_exist(path: Path) -> None:
 
 
 def test_the_build_context_is_what_the_dockerfiles_copy() -> None:
-    """The Docker build context excludes large results, and virtual environments, whose links would
-    break.
+    """The Docker build context excludes large results. It also excludes virtual environments,
+    because their links would break.
     """
     rules = lines(REPO / ".dockerignore")
     assert rules[0] == "*"
@@ -211,7 +211,7 @@ def test_the_build_context_is_what_the_dockerfiles_copy() -> None:
 @pytest.mark.nightly
 def test_hadolint_accepts_the_dockerfiles() -> None:
     """hadolint accepts the Dockerfiles. Each rule that does not apply is disabled in the Dockerfile
-    itself, with the reason.
+    itself, with a reason.
     """
     hadolint = Path(sys.executable).with_name("hadolint")
     if not hadolint.exists():

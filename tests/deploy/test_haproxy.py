@@ -59,7 +59,7 @@ class ProxiedServers:
     async def socket(
         self, query: str = "", **headers: str
     ) -> AsyncIterator[tuple[aiohttp.ClientWebSocketResponse, str]]:
-        """Open a WebSocket; yields `(socket, name of the server)`."""
+        """Open a WebSocket and yield `(socket, server name)`."""
         async with self.client.ws_connect(
             f"{self.url}{ECHO}{query}",
             headers=headers,
@@ -98,8 +98,8 @@ async def proxied(
 
 
 def test_requests_pass_through_unchanged(tmp_path: Path) -> None:
-    """The proxy forwards method, path, query, headers and body of a request, and the status of the
-    response, unchanged.
+    """The proxy forwards a request's method, path, query, headers and body, and the response's
+    status, without changing them.
 
     The server also receives the client's address, which a client cannot forge.
     """
@@ -197,7 +197,7 @@ def test_a_new_name_starts_on_a_server_with_room(tmp_path: Path) -> None:
 
 
 def test_a_restarted_proxy_chooses_the_same_server(tmp_path: Path) -> None:
-    """All proxies compute the same server for a session name that they have not seen before, even
+    """All proxies choose the same server for a session name that they have not seen before, even
     after a restart.
     """
 
@@ -250,7 +250,7 @@ def test_a_reload_keeps_the_servers_of_sessions_and_the_sockets(tmp_path: Path) 
 
 
 def test_proxies_share_the_servers_of_sessions(tmp_path: Path) -> None:
-    """Every proxy routes to the new server of a session that has moved."""
+    """After a session has moved, every proxy routes the session's requests to the new server."""
 
     async def scenario() -> None:
         servers = [EchoServer(name) for name in "ab"]
@@ -277,13 +277,13 @@ def test_proxies_share_the_servers_of_sessions(tmp_path: Path) -> None:
             await server.runner.cleanup()
 
     # `running_proxy` does not wait for health checks of the servers in this event loop; only
-    # `checked` does.
+    # `checked` waits for them.
     asyncio.run(scenario())
 
 
 def test_a_client_returns_to_the_server_of_its_handshake(tmp_path: Path) -> None:
-    """A client is routed back to the server of its handshake: programs send a header or a query
-    parameter, browsers send a cookie.
+    """A client is routed back to the server that accepted its handshake: programs send a header or
+    a query parameter, browsers send a cookie.
     """
 
     async def scenario() -> None:
@@ -312,7 +312,7 @@ def test_a_client_returns_to_the_server_of_its_handshake(tmp_path: Path) -> None
 
 def test_a_request_addresses_exactly_one_server(tmp_path: Path) -> None:
     """A request that names a server reaches only that server, even if the server is full or the
-    session belongs to another one.
+    session belongs to another server.
 
     If the server is dead, the request fails instead of reaching another server.
     """
@@ -358,8 +358,8 @@ def test_a_session_that_moved_is_found_on_its_new_server(tmp_path: Path) -> None
 
 
 def test_an_id_leads_to_the_server_that_made_it(tmp_path: Path) -> None:
-    """A request with an id of a video, file, WebRTC connection or session reaches the server that
-    created the id.
+    """A request that contains the id of a video, file, WebRTC connection or session reaches the
+    server that created the id.
     """
 
     async def scenario() -> None:
@@ -425,7 +425,7 @@ def test_a_dead_server_ends_only_its_own_sockets(tmp_path: Path) -> None:
     """When a server dies, its WebSockets close immediately, and its sessions start again on another
     server.
 
-    The server receives requests again once it has returned.
+    Once the server is running again, it receives requests again.
     """
 
     async def scenario() -> None:
@@ -481,7 +481,8 @@ def test_a_request_that_reached_a_server_is_not_repeated(tmp_path: Path) -> None
 
 
 def test_a_server_that_stopped_answering_is_disconnected(tmp_path: Path) -> None:
-    """When a server fails its health checks, the proxy closes its clients' connections.
+    """When a server fails its health checks, the proxy closes the connections of the server's
+    clients.
 
     Otherwise the connections would stay open, because neither a frozen process nor a machine that
     lost power closes them.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attacks on HAProxy with `deploy/haproxy/haproxy.cfg`, most of which never reach its servers.
+"""Attacks on an HAProxy that uses `deploy/haproxy/haproxy.cfg`. Most of them never reach its
+servers.
 
 Most tests also verify that another client is served during the attack.
 """
@@ -43,8 +44,8 @@ HANDSHAKE = (
 
 
 class Edge:
-    """A proxy whose servers run in another thread, so that an attack may block the test's
-    thread.
+    """A proxy whose servers run in another thread, so an attack that blocks the test's thread does
+    not block them.
     """
 
     def __init__(self, proxy: Proxy, servers: list[EchoServer]) -> None:
@@ -143,8 +144,8 @@ def is_complete(reply: bytes) -> bool:
 def test_silent_clients_are_cut_off(tmp_path: Path) -> None:
     """A client that does not finish its request in time is disconnected.
 
-    The clients send nothing, half a request line, half of the headers, or half of a second request
-    (50 of each). Sending a header line from time to time does not extend a client's time limit.
+    Four groups of 50 clients send nothing, half a request line, half of the headers, or half of a
+    second request. Sending a header line from time to time does not extend a client's time limit.
     """
     with edge(tmp_path, QUICK_TIMEOUTS) as target, served_neighbour(target):
         opened_s = time.monotonic()
@@ -242,8 +243,8 @@ def test_a_long_body_that_stops_is_ended_by_the_server(tmp_path: Path) -> None:
 
 
 def test_a_client_that_sends_all_before_it_reads_gets_its_response(tmp_path: Path) -> None:
-    """The proxy delivers a server's refusal to a client that sends its whole body before it
-    reads.
+    """The proxy delivers the server's error response to a client that sends its whole request body
+    before it reads.
     """
     with edge(tmp_path) as target:
         length = 16 << 20
@@ -254,8 +255,7 @@ def test_a_client_that_sends_all_before_it_reads_gets_its_response(tmp_path: Pat
 
 
 def test_headers_are_bounded_on_every_request_of_a_connection(tmp_path: Path) -> None:
-    """HAProxy limits the size of the headers of every request on a connection, not only of the
-    first one.
+    """HAProxy limits the header size of every request on a connection, not only the first.
 
     Three clients each try to send 600 MB of headers: in a first request, in a second request, and
     in one endless line.
@@ -282,7 +282,7 @@ def test_a_hundred_thousand_names_of_sessions_are_forgotten(tmp_path: Path) -> N
     """HAProxy evicts old session names, so 110,000 names of 8 KB each from one client use a bounded
     amount of memory.
 
-    Requests of a session that is in use still reach the server to which the session has moved.
+    Requests for a session that is in use still reach the server that the session has moved to.
     """
     total, size = 110_000, 8000
     with edge(tmp_path, num_servers=2) as target:
@@ -331,7 +331,7 @@ def home_of(target: Edge, path: str) -> str:
 
 def test_absolute_urls_are_served_or_refused(tmp_path: Path) -> None:
     """An absolute URL reaches the server as a path. A URL with a host that differs from `Host` is
-    refused.
+    rejected.
     """
     with edge(tmp_path) as target:
         reply = target.ask(b"GET http://x/v1/models?a=1 HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -372,7 +372,9 @@ SMUGGLED = b"0\r\n\r\nGET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n"
     ],
 )
 def test_malformed_requests_get_no_status_5xx(tmp_path: Path, request_bytes: bytes) -> None:
-    """A malformed request is refused, or exactly one server receives one valid request."""
+    """A malformed request is rejected without a 5xx status, or exactly one server receives one
+    valid request.
+    """
     with edge(tmp_path) as target, served_neighbour(target):
         seen = target.requests_seen()
         reply = target.ask(request_bytes)
@@ -423,8 +425,8 @@ def test_connections_are_limited_by_address(tmp_path: Path) -> None:
 
 
 def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path) -> None:
-    """A client that does not read its stream is disconnected, because the proxy buffers only little
-    data. The proxy's connection to the server is closed too.
+    """A client that does not read its stream is disconnected, because the proxy buffers only a
+    small amount of data. The proxy's connection to the server is closed too.
     """
     with edge(tmp_path, {"timeout tunnel 60s": "timeout tunnel 1s"}) as target:
         before = grown = target.proxy.memory_bytes

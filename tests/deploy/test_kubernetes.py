@@ -62,7 +62,7 @@ def servers_of_readme() -> dict[str, str]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_api_accepts_every_manifest(version: str) -> None:
-    """Every manifest passes a strict schema check, which refuses unknown fields. The checker ships
+    """Every manifest passes a strict schema check, which rejects unknown fields. The checker ships
     with the schemas, so the test needs no network.
     """
     kinds = []
@@ -137,8 +137,8 @@ def test_everything_selects_its_pods(kind: str, name: str) -> None:
 
 
 def test_the_number_of_servers_follows_their_sessions() -> None:
-    """The autoscaler uses a metric that the servers export. Its target is below the number of
-    sessions that a server accepts.
+    """The autoscaler uses a metric that the servers export. The metric's target value is below the
+    number of sessions that a server accepts.
     """
     scaler = manifest("HorizontalPodAutoscaler")
     assert scaler["scaleTargetRef"]["kind"] == "StatefulSet"

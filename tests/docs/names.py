@@ -119,7 +119,7 @@ def _is_a_test(path: Path) -> bool:
 
 def _of_tests() -> Iterator[str]:
     """Return the names of the functions in the tests. A regular expression finds them, because
-    parsing all tests takes seconds.
+    parsing all tests would take seconds.
     """
     for path in _files():
         if path.suffix == ".py" and _is_a_test(path):
@@ -127,7 +127,7 @@ def _of_tests() -> Iterator[str]:
 
 
 def _strings_of(tree: ast.AST) -> Iterator[str]:
-    """Return the string literals of a module, except docstrings, including those of fields."""
+    """Return the string literals of a module, except docstrings and field docstrings."""
     documentation = {
         id(node.value)
         for node in ast.walk(tree)
@@ -175,7 +175,7 @@ def _ours() -> frozenset[str]:
 
 @cache
 def _strings() -> str:
-    """Return the strings of the package's code without docstrings."""
+    """Return the string literals of the package's code, except docstrings."""
     package = [tree for path, tree in trees().items() if path.is_relative_to(REPO / "vllm_omni")]
     return "\n".join(text for tree in package for text in _strings_of(tree))
 
@@ -227,7 +227,7 @@ def _in_module(parts: list[str]) -> bool:
 @cache
 def _of_vllm() -> frozenset[str]:
     """Return all words of vLLM's source (40 MB). The source is read as bytes, which takes a third
-    of the time of reading it as text.
+    as long as reading it as text.
     """
     [root] = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr, misc]
     apart = re.sub(rb"\W", b" ", bytes(range(256)))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Extract fenced blocks and shell commands from the documentation, and check each kind of command.
 
-An unknown kind of command is a failure, so that no untested command is added by accident.
+An unknown kind of command is a failure, so an untested command cannot be added by accident.
 `vllm-omni` commands run in processes that are forked after the libraries have been imported
 (`rank_processes`). tests/entrypoints/cli/test_demo.py starts the installed script, and
 test_doctor.py in the same folder runs `doctor`.
@@ -56,7 +56,7 @@ _LINK = re.compile(r"\[[^\]]*\]\((?!https?://|#|mailto:)([^)#\s]+)[^)]*\)")
 
 
 class DocsError(AssertionError):
-    """A snippet of the documentation does not work."""
+    """A documentation snippet does not work."""
 
 
 @dataclass(frozen=True)
@@ -214,8 +214,8 @@ def _check_vllm_omni(arguments: list[str], runs_in: Path, execute: bool) -> None
 
 @cache
 def _run_once(arguments: tuple[str, ...]) -> None:
-    """Run a command at most once per process, in the root of the repository. The result must not
-    depend on the folder.
+    """Run a command at most once per process, in the repository root. The result must not depend on
+    the current folder.
     """
     _run(list(arguments), REPO)
 
@@ -308,7 +308,7 @@ _FILE_OF_READER = re.compile(r"# ((?:vllm_omni|tests|examples)/[\w/]+\.py)\n")
 
 
 def file_of_reader(snippet: Snippet) -> str | None:
-    """Return the file to which a block of a tutorial is written. The block's first line names it.
+    """Return the file that a tutorial block is written to. The block's first line names this file.
 
     Returns None for other blocks.
     """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AR compatibility table matches the recorded test outcomes, and the tests with outcomes
-exist.
+"""The AR compatibility table matches the recorded test outcomes, and each outcome belongs to an
+existing test.
 """
 
 from pathlib import Path

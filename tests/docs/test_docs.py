@@ -40,7 +40,7 @@ def of(*languages: str) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Callable[[docs.Snippet], Path]:
-    """Return a function that maps a snippet to the folder shared by all commands of its page. The
+    """Return a function that maps a snippet to the folder shared by all commands on its page. The
     folder looks like a fresh checkout.
     """
 
@@ -56,8 +56,8 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Callable[[docs.Snippet],
 
 @of(*SHELL)
 def test_commands_are_real(snippet: docs.Snippet, reader: Callable[[docs.Snippet], Path]) -> None:
-    """Each command runs, is accepted by its program's parser, or has an entry that says why it is
-    not run.
+    """Each command runs, is accepted by its program's parser, or has an entry that explains why the
+    command is not run.
     """
     for command in docs.commands(snippet.text):
         docs.check_command(command, reader(snippet))
@@ -171,7 +171,7 @@ def test_json_is_json(snippet: docs.Snippet) -> None:
 
 def test_every_block_names_its_language() -> None:
     """Every fenced block names its language, because a block without a language would not be
-    tested. Blocks of plain text use the language `text`.
+    tested. Plain-text blocks use the `text` language.
     """
     known = {
         *SHELL,
@@ -204,15 +204,15 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 @of(*SHELL)
 def test_a_block_can_be_pasted(snippet: docs.Snippet) -> None:
-    """A block can be pasted into a shell: a command that keeps running is the last one in its
-    block, except for alternatives to it.
+    """A block can be pasted into a shell: after a command that keeps running, the block contains
+    only alternatives to that command.
     """
     assert docs.blocked_commands(snippet.text) == []
 
 
 def test_no_text_installs_the_other_project_of_this_name() -> None:
-    """No page installs `vllm-omni` from the package index, which is another project, or
-    `vllm-worlds`, which is not there yet.
+    """No page installs `vllm-omni` or `vllm-worlds` from the package index. There, `vllm-omni` is
+    another project, and `vllm-worlds` does not exist yet.
 
     Extras are installed from the checkout: `pip install ".[env]"`.
     """
@@ -245,8 +245,8 @@ def test_the_readme_shows_the_two_commands() -> None:
 
 
 def test_the_readme_names_the_weights_whose_licence_must_be_accepted() -> None:
-    """If the licence of released weights must be accepted, their table row in the README names the
-    option needed to download them.
+    """If users must accept a licence to download released weights, the weights' table row in the
+    README names the option that accepts it.
     """
     table = (docs.REPO / "README.md").read_text().partition("| weights | licence |")[2]
     accepted = [

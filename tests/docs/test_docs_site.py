@@ -48,7 +48,7 @@ def test_the_readme_animation_has_the_size_that_its_script_writes(tmp_path: Path
     """The animation in the README has the size that `scripts/film.py` gives to a video of the
     shipped world.
 
-    The script drops every second frame of the demo's video and enlarges the rest.
+    The script drops every second frame of the demo's video and enlarges the remaining frames.
     """
     film = load_script(docs.REPO / "scripts" / "film.py")
     frames_THWC = np.random.default_rng(0).integers(0, 256, (5, 96, 160, 3), np.uint8)

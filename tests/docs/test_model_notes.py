@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README of a model folder describes each file of the folder.
+"""The README of a model folder describes each file in the folder.
 
-The README of a folder of golden tensors states where the tensors come from.
+The README of a golden-tensor folder states where the tensors come from.
 """
 
 import re
@@ -32,8 +32,8 @@ GOLDEN = sorted(path for path in (docs.REPO / "tests" / "golden").iterdir() if p
 
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda path: path.name)
 def test_recorded_tensors_state_their_origin(folder: Path) -> None:
-    """The README of a folder of golden tensors states the source repository, its commit, the sizes,
-    the seed and any changes to the source.
+    """The README of a golden-tensor folder states the source repository, its commit, the sizes, the
+    seed and any changes to the source.
 
     If any of this information is unknown, the README says so.
     """
@@ -45,8 +45,8 @@ def test_recorded_tensors_state_their_origin(folder: Path) -> None:
 
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda path: path.name)
 def test_recorded_tensors_cite_files_that_exist(folder: Path) -> None:
-    """Links and paths in the README of golden tensors lead to files, relative to its folder or to
-    the repository.
+    """Links and paths in a golden-tensor README point to existing files, relative to the README's
+    folder or to the repository.
     """
     page = folder / "README.md"
     paths = re.findall(

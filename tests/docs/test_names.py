@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names in back quotes in pages and in the package's docstrings exist."""
+"""Back-quoted names in pages and in the package's docstrings exist."""
 
 import argparse
 import re
@@ -66,8 +66,8 @@ def unknown(text: str, alongside: Path, private: frozenset[str] = frozenset()) -
     ids=lambda path: str(path.relative_to(docs.REPO)),
 )
 def test_names_in_a_page_exist(path: Path) -> None:
-    """Classes, functions, options, environment variables, error codes and files that a page names
-    exist.
+    """Every class, function, option, environment variable, error code and file named in a page
+    exists.
 
     The changelog is excluded, because it may describe earlier versions.
     """
@@ -75,7 +75,7 @@ def test_names_in_a_page_exist(path: Path) -> None:
 
 
 def test_names_in_docstrings_exist() -> None:
-    """Names in all docstrings of the package exist."""
+    """Every back-quoted name in the package's docstrings exists."""
     found = {}
     for path in MODULES:
         tree = names.trees()[path]
@@ -96,7 +96,7 @@ def test_every_name_in_elsewhere_is_still_used() -> None:
 
 @cache
 def flags() -> frozenset[str]:
-    """Return the options of all programs that are named in pages.
+    """Return the command-line options of all programs that the pages mention.
 
     The programs are `vllm serve` with and without `--omni`, `vllm-omni`, this repository's scripts,
     pip, uv, Ray, Docker, kubectl and pytest.
@@ -150,7 +150,7 @@ def unknown_flags(text: str) -> list[str]:
     ids=lambda path: str(path.relative_to(docs.REPO)),
 )
 def test_flags_in_a_page_exist(path: Path) -> None:
-    """Options named in a page exist. This includes options in sentences and tables, where no
+    """Command-line options named in a page exist, including those in sentences and tables, where no
     command is parsed.
     """
     assert unknown_flags(path.read_text()) == []

@@ -80,7 +80,7 @@ def test_the_serving_page_names_every_option() -> None:
 def test_defaults_in_the_tables_equal_those_of_the_options(
     page: str, prefix: str, structs: list[type[msgspec.Struct]]
 ) -> None:
-    """The numbers in the tables equal the defaults of the options."""
+    """The numbers in the tables equal the options' defaults."""
     assert wrong_numbers(page, prefix, defaults(*structs)) == {}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options page lists every option with its effect."""
+"""The options page lists every option and describes its effect."""
 
 from typing import Annotated, Literal
 

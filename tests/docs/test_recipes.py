@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files that a recipe in CONTRIBUTING.md lists exist for the most recent change of its kind."""
+"""For the most recent change of each kind, the files listed in its recipe in CONTRIBUTING.md
+exist.
+"""
 
 import re
 from pathlib import Path
@@ -22,7 +24,7 @@ LAST_ADDED = {
     "Add a role": "vae",
     "Support a version of vLLM": "0.33",
 }
-"""For each recipe title, the name of the most recent change of that kind."""
+"""For each recipe title, the name of the most recent addition of that kind."""
 
 
 def recipe(title: str) -> list[str]:
@@ -74,7 +76,7 @@ def test_a_family_is_its_folder_a_tiny_module_and_two_lines_of_the_registry() ->
 
 def test_a_model_is_in_the_pages_that_its_recipe_lists() -> None:
     """The site navigation contains the notes on every served family, and the README's table
-    contains the family's folder.
+    contains each family's folder.
     """
     served = [
         name

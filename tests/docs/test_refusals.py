@@ -2,9 +2,9 @@
 """Every sentence about a refusal, in pages and in option descriptions, has an entry in this file
 that verifies it.
 
-`AT_START` contains combinations of options that must raise before any process starts. The tests
-create the engine configuration as `vllm serve` does. `HELD_BY` maps refusals of requests, files and
-slow readers to the tests that verify them.
+`AT_START` contains option combinations that must raise an error before any process starts. The
+tests create the engine configuration as `vllm serve` does. `HELD_BY` maps refusals of requests,
+files and slow readers to the tests that verify them.
 """
 
 import ast
@@ -67,7 +67,7 @@ NO_CHUNKS_AHEAD = ("lingbot_world", "wan2_2", "lance", "diffusers_pipeline")
 
 AT_START: dict[str, list[Case]] = {
     # README and serving.md
-    "refuses invalid combinations of options within seconds": [
+    "refuses invalid option combinations within seconds": [
         ("null_world", {"no_such_option": 1}, {})
     ],
     "An unknown key or a value out of range is an error": [
@@ -160,7 +160,7 @@ AT_START: dict[str, list[Case]] = {
         *((model, ladder("tiny_vae"), {}) for model in NO_LADDER),
     ],
     # models' notes
-    "a value that does not exist is refused at start with those that do": [
+    "An unknown value is refused at startup": [
         ("lingbot_world", {"model": {"convention": "no_such_value"}}, {})
     ],
     "An unknown value is refused before anything is loaded": [
@@ -187,7 +187,7 @@ describes the refusal.
 
 HELD_BY = {
     # releasing.md
-    "`scripts/release.py` refuses a release if": (
+    "`scripts/release.py` refuses to build a release if": (
         "tests/test_release.py::test_version_is_the_same_everywhere"
     ),
     # notes of the 5B worlds
@@ -195,7 +195,7 @@ HELD_BY = {
         "tests/model_executor/models/abot_world/test_abot_pipeline.py"
         "::test_unsupported_options_are_refused"
     ),
-    "A session without a start image, which the original's code allows, is refused": (
+    "Sessions without a start image are refused, although the original code allows them": (
         "tests/model_executor/models/abot_world/test_abot_pipeline.py"
         "::test_a_first_chunk_needs_an_image"
     ),
@@ -203,7 +203,7 @@ HELD_BY = {
         "tests/model_executor/models/dreamx_world/test_dreamx_camera.py"
         "::test_invalid_poses_are_refused"
     ),
-    "More sink frames than the first chunk has are refused": (
+    "A number of sink frames larger than the first chunk is refused": (
         "tests/model_executor/models/dreamx_world/test_dreamx_pipeline.py"
         "::test_more_sinks_than_the_first_chunk_are_refused"
     ),
@@ -313,8 +313,9 @@ HELD_BY = {
         "tests/model_executor/models/diffusers_pipeline/test_diffusers_checkpoint.py::"
         "test_missing_and_pickled_weights"
     ),
-    "a class with a larger one (LTX: 32) refuses in "
-    "the engine": "tests/executor/test_call_arguments.py::test_refusals",
+    "the engine refuses sizes that are not divisible by that multiple": (
+        "tests/executor/test_call_arguments.py::test_refusals"
+    ),
     "Anything else is refused with the allowed values": (
         "tests/model_executor/models/lance/test_lance_request.py::"
         "test_a_generation_out_of_range_is_refused"
@@ -347,10 +348,10 @@ HELD_BY = {
         "tests/entrypoints/openai/test_openai_wan22.py::"
         "test_videos_that_cannot_be_made_are_refused_at_once"
     ),
-    "`speed` of `/v1/audio/speech` other than 1 is refused": (
+    "`/v1/audio/speech` refuses any `speed` other than 1": (
         "tests/entrypoints/speech/test_protocol_speech.py::test_refusals_name_the_field"
     ),
-    # doors
+    # endpoints
     "the script refuses other numbers": (
         "tests/examples/test_offline_lingbot_world.py::test_a_path_that_fills_no_chunk_is_refused"
     ),
@@ -358,7 +359,7 @@ HELD_BY = {
         "tests/entrypoints/realtime/test_world_camera_refusals.py"
         "::test_bad_requests_are_refused_by_name_and_change_nothing"
     ),
-    "rounded down, filled up or refused as the client asks": (
+    "rounded down, filled up or refused, as the client requests": (
         "tests/entrypoints/realtime/test_world_camera_refusals.py::test_pose_policies"
     ),
     "Any other number of poses is an error unless": (
@@ -431,7 +432,7 @@ HELD_BY = {
     "has been served nothing is refused": (
         "tests/core/test_scheduling_policy.py::test_a_stream_above_capacity_is_refused"
     ),
-    "refusal, which the runner answers with `capacity`": (
+    "refusal, for which the runner returns `capacity`": (
         "tests/worker/test_scheduler_note_in_runner.py::"
         "test_a_refused_request_fails_without_a_session"
     ),
@@ -450,33 +451,33 @@ HELD_BY = {
         "tests/worker/test_snapshot_refusals.py::"
         "test_an_incompatible_snapshot_is_refused_with_the_reason"
     ),
-    "a tensor that is missing, left over or of another shape is an error": (
+    "a missing tensor, a superfluous tensor or a wrong shape is an error": (
         "tests/worker/test_snapshot_refusals.py::"
         "test_an_incompatible_snapshot_is_refused_with_the_reason"
     ),
-    "`write_session`, which refuses if a chunk was finished in between": (
+    "`write_session`, which refuses to write if a chunk has finished in between": (
         "tests/worker/test_snapshot_refusals.py::test_a_session_that_changes_during_a_save_is_busy"
     ),
-    "An aborted, failed or refused chunk": (
+    "After an aborted, failed or refused chunk": (
         "tests/worker/test_diffusion_model_runner.py::test_a_chunk_out_of_order_is_refused"
     ),
     "not even one session of the largest shape fits is refused at start": (
         "tests/worker/test_diffusion_model_runner.py::test_sessions_are_bounded_in_bytes"
     ),
     # checkpoints, language models
-    "Required for that control type, refused for others": (
+    "and refused for any other type": (
         "tests/model_executor/models/lingbot_world/test_lingbot_config.py"
         "::test_what_the_code_does_not_implement_is_an_error"
     ),
-    "a value that this code does not implement is an error": (
+    "A value that this code does not support is an error": (
         "tests/model_executor/models/lance/test_lance_checkpoint.py::"
         "test_a_config_of_another_network_is_refused"
     ),
-    "drafters that would misread additional layers are refused at start": (
+    "Drafters that would misread additional layers are refused at startup": (
         "tests/worker/test_hidden_state_layers.py::"
         "test_a_drafter_that_would_read_the_taps_is_refused"
     ),
-    "so the two exclude each other (an error at start)": (
+    "cannot be combined with hidden states (the server refuses to start)": (
         "tests/core/test_ar_hidden_states_scheduler.py::test_return_sampling_mask_is_refused"
     ),
     "With any other scheduler the worker refuses to start": (
@@ -525,7 +526,8 @@ def sentences(path: Path) -> Iterator[str]:
 
 
 def refusals(path: Path) -> list[str]:
-    """Return the sentences that describe a refusal, and the rows of the table of further refusals.
+    """Return the sentences that describe a refusal. In parallelism.md, also return the rows of the
+    table of rejected combinations.
 
     Generated pages are excluded: tests/test_engine_arguments.py checks the table of engine
     arguments, and the options page quotes docstrings, which this function reads directly.
@@ -609,8 +611,8 @@ def test_what_a_page_calls_refused_is_refused(part: str, folder: Path) -> None:
 def test_a_valid_configuration_similar_to_a_refused_one_is_accepted(
     case: Case, folder: Path
 ) -> None:
-    """A valid configuration that is similar to a refused one is accepted, so the similar one is not
-    refused for some other reason.
+    """A valid configuration that is similar to a refused one is accepted, which shows that the
+    refused one is not refused for some other reason.
     """
     model, omni, arguments = case
     config = configure(checkpoint(folder, model), omni, arguments)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The committed tables of results and scores equal the generated ones."""
+"""The committed tables of results and scores match the generated ones."""
 
 import json
 from pathlib import Path
@@ -14,8 +14,8 @@ results_page = load_script(docs.REPO / "scripts" / "results_page.py")
 
 
 def test_the_committed_tables_are_generated_from_the_results() -> None:
-    """The tables of results are up to date. `make results` writes docs/reference/results.md and the
-    README's table.
+    """The tables of results in docs/reference/results.md and the README, and baselines.json, are up
+    to date. `make results` writes them.
     """
     rows = results_page.load_rows()
     assert results_page.PAGE.read_text() == results_page.page_text(rows)
@@ -31,7 +31,7 @@ def test_the_committed_quality_page_is_generated_from_the_scores() -> None:
 
 
 def test_a_result_without_a_record_is_refused(tmp_path: Path) -> None:
-    """A result file that no page shows is refused, so that unused result files do not stay in the
+    """A result file that no page shows is refused, so unused result files do not stay in the
     repository.
     """
     (tmp_path / "run.json").write_text(

@@ -60,7 +60,7 @@ class Checkout:
         path.write_text(content.replace(old, new)[1:])
 
     def run_command(self, command: list[str], port: int = 0) -> subprocess.CompletedProcess[str]:
-        """Run one command of the page until it exits. A client command connects to the server at
+        """Run one of the page's commands until it exits. A client command connects to the server at
         `port`.
         """
         if command[0] == "vllm-omni":
@@ -128,10 +128,10 @@ def checkout(tmp_path: Path) -> Checkout:
 
 
 def test_the_model_of_the_tutorial_is_known_after_its_edits(checkout: Checkout) -> None:
-    """The family of the tutorial is registered after the reader's edits, before and after the
+    """The tutorial's family is registered after the reader's edits, both before and after the
     change.
 
-    `make-tiny` writes a checkpoint, which this family detects.
+    `make-tiny` writes a checkpoint that this family detects.
     """
     make_tiny = commands(changed=False)[0]
     edit(checkout, changed=False)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An AsyncLLM on CUDA with the V1 or V2 generation of vLLM's model runner, and tolerances for bf16
-hidden states.
+"""An AsyncLLM on CUDA with vLLM's V1 or V2 model runner, and tolerances for bf16 hidden states.
 
-bf16 rounds after every operation, and the error grows with depth: transformers' own bf16 hidden
-states of this tiny model differ by up to 13 % from its fp32 ones. The reference is therefore the
-fp32 forward pass. The error of the engine's bf16 hidden states may be at most 1.5 times that of
-transformers. The hidden states of a wrong token would have an error many times larger.
+bf16 rounds after every operation, and the error grows with depth: for this tiny model, the bf16
+hidden states of Hugging Face Transformers differ by up to 13 % from its fp32 hidden states. The
+reference is therefore the fp32 forward pass. The error of the engine's bf16 hidden states may be at
+most 1.5 times the error of Transformers in bf16. If hidden states belonged to a wrong token, the
+error would be many times larger.
 
 The hidden states of an fp32 engine are compared directly. Attention in fp32 on CUDA uses vLLM's
 Triton kernel, which by default multiplies in TF32 (10 bits of mantissa). This changes the last
-hidden states by 0.2 to 0.4 % (emulated in transformers on a CPU; 0.3 to 0.5 % on an H200) and can
+hidden states by 0.2 to 0.4 % (emulated in Transformers on a CPU; 0.3 to 0.5 % on an H200) and can
 change the sampled token when two tokens have almost equal logits. `Engine` therefore makes Triton
 use IEEE fp32 products.
 """
@@ -31,14 +31,15 @@ from vllm.sampling_params import RequestOutputKind
 from vllm_omni.hidden_states import hidden_states_of
 
 SHARED_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 28}
-"""Engine arguments that skip the memory measurement at startup, so that engines of several tests
-can share a GPU.
+"""Engine arguments that skip the memory measurement at startup, so that the engines of several
+tests can share a GPU.
 """
 FP32_ERROR = 1e-3
-"""Relative tolerance for fp32 hidden states, because the engine and the reference sum in different
-orders.
+"""Relative tolerance for fp32 hidden states, required because the engine and the reference sum in
+different orders.
 
-The error with TF32 is 2 to 5 times this value, and the error for a wrong token 1000 times.
+The error with TF32 is 2 to 5 times this value, and the error for a wrong token is 1000 times this
+value.
 """
 IEEE_PRODUCTS = {"TRITON_F32_DEFAULT": "ieee"}
 """Environment variable for the worker that makes Triton multiply fp32 values in full fp32
@@ -69,8 +70,8 @@ def write_model(out: Path, **config: Any) -> Path:
 
 
 class Engine:
-    """An AsyncLLM with async scheduling, chunked prefill and prefix caching. `runner` is V1 or
-    V2.
+    """An AsyncLLM with async scheduling, chunked prefill and prefix caching. `runner` selects
+    vLLM's V1 or V2 model runner.
     """
 
     def __init__(
@@ -138,10 +139,11 @@ class Engine:
 
 
 class Reference:
-    """Hidden states that transformers computes for the same tokens, in fp32 and in bf16.
+    """Hidden states that Hugging Face Transformers computes for the same tokens, in fp32 and in
+    bf16.
 
     Args:
-        change: Function that is applied to both models.
+        change: Function applied to both models.
         dtype: Dtype of the engine that is compared with this reference.
     """
 
@@ -169,8 +171,8 @@ class Reference:
     def check(
         self, output: Any, mode: str = "all", layers: tuple[int, ...] = (-1,), index: int = 0
     ) -> None:
-        """Check that completion `index` contains the hidden states of the right tokens, completely
-        and within the tolerance.
+        """Check that completion `index` contains all hidden states of the right tokens, within the
+        tolerance.
         """
         token_ids = [*output.prompt_token_ids, *output.outputs[index].token_ids]
         num_prompt = len(output.prompt_token_ids)
@@ -198,8 +200,8 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def check_ngram_drafts(model: Path, reference: Reference, runner: str) -> None:
-    """Check, with ngram drafts computed on the GPU, that only accepted tokens have hidden states
-    and that they equal those of transformers.
+    """With ngram drafts computed on the GPU, check that only accepted tokens have hidden states and
+    that these hidden states match those of Hugging Face Transformers.
     """
     speculative = {
         "method": "ngram_gpu",

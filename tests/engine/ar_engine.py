@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real autoregressive engine with this package's worker and scheduler, and reference hidden
-states from transformers.
+states from Hugging Face Transformers.
 """
 
 import contextlib
@@ -72,8 +72,8 @@ def running_llm(
 
 
 class Reference:
-    """Reference hidden states from transformers, computed in one forward pass over each whole
-    sequence.
+    """Reference hidden states from Hugging Face Transformers, computed in one forward pass over
+    each whole sequence.
     """
 
     def __init__(self, model: Path, loader: Any = None) -> None:
@@ -102,8 +102,8 @@ def assert_hidden_states(
 ) -> None:
     """Check that an output contains the hidden states that `mode` selects, for the right tokens.
 
-    The hidden states must equal transformers' within 1e-4, because fp32 sums are computed in a
-    different order.
+    The hidden states must match those of Hugging Face Transformers to within 1e-4. They need not be
+    bit-identical, because fp32 sums are computed in a different order.
     """
     token_ids = [*(output.prompt_token_ids or []), *output.outputs[0].token_ids]
     num_prompt = len(output.prompt_token_ids or [])

@@ -40,7 +40,7 @@ def run_two_ranks(
 
 
 def step(done: str) -> None:
-    """Print `done` and the time since this module was imported. The scripts of the ranks call this
+    """Print `done` and the time since this module was imported. Each rank's script calls this
     function.
     """
     print(

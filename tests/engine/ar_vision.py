@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny random Qwen2-VL in transformers' layout, and a check of its hidden states."""
+"""A tiny random Qwen2-VL in the Hugging Face Transformers layout, and a check of its hidden
+states.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -84,10 +86,11 @@ def write_tiny_qwen2_vl(out: Path) -> Path:
 
 
 def check_image_request(model: Path, tolerance: float = 1e-4, **engine_args: Any) -> None:
-    """Check that hidden states of requests with an image equal those of transformers.
+    """Check that hidden states of requests with and without an image match those of Hugging Face
+    Transformers.
 
     Two requests contain an image, and one of them asks for no hidden states. A third request
-    contains no image. `tolerance` is absolute and relative, in fp32.
+    contains no image. `tolerance` is both the absolute and the relative tolerance for fp32 values.
     """
     from transformers import AutoProcessor, Qwen2VLForConditionalGeneration
 

@@ -19,6 +19,6 @@ def _null_engine(null_world: Path) -> Iterator[SharedEngine]:
 
 @pytest.fixture
 def null_engine(_null_engine: SharedEngine) -> Iterator[SharedEngine]:
-    """The shared engine on the null world, without any open session."""
+    """The shared null-world engine. Sessions that a test leaves open are closed after the test."""
     yield _null_engine
     _null_engine.clear()

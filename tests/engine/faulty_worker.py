@@ -14,17 +14,18 @@ AT_STEP = 2
 
 
 def fault(rank: int, method: str) -> str:
-    """Return the prompt that makes `method` fail on `rank`. `denoise_step` fails in its third step
-    and later ones.
+    """Return the prompt that makes `method` fail on `rank`. `denoise_step` fails in its third and
+    later steps.
     """
     return f"rank {rank} fails in {method}"
 
 
 NAN = "latents that are not finite"
-"""Prompt that makes the rank that runs the last step of a chunk produce NaN."""
+"""Prompt that causes NaNs on the rank that runs a chunk's last step."""
 
 SLOW_STEP_S = 0.2
-"""Duration of a slow step, which is longer than a step of a tiny model on a busy machine."""
+"""Duration of a slow step, in seconds. A tiny model's step takes less time, even on a busy machine.
+"""
 
 
 class FaultyWorker(SharedGPUWorker):

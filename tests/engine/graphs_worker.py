@@ -16,7 +16,7 @@ class GraphsWorker(SharedGPUWorker):
         self._transformer.graphs = ForwardGraphs(capture=hold)
 
     def graph_counts(self) -> list[int]:
-        """Return the numbers of captured graphs and of pooled ring buffers. Tests call this through
-        `collective_rpc`.
+        """Return the number of captured graphs and the number of pooled ring buffers. Tests call
+        this method through `collective_rpc`.
         """
         return [len(self._transformer.graphs), len(self._transformer.graphs.pool)]

@@ -2,10 +2,10 @@
 """A program that runs an engine on a Ray cluster and checks or stores the results.
 
 `ray_walk.py diffusion MODEL OUT.safetensors '{"tensor_parallel_size": 2}'` stores the latents of
-three sessions. `ray_walk.py ar MODEL - ARGS` compares hidden states with a transformers forward
-pass. Both commands print the Ray node of each worker as JSON. The program runs in a separate
-process because vLLM selects its platform when it is first imported, and a test process has already
-imported vLLM.
+three sessions. `ray_walk.py ar MODEL - ARGS` compares hidden states with those of a Hugging Face
+Transformers forward pass. Both commands print the Ray node of each worker as JSON. The program runs
+in a separate process because vLLM selects its platform when it is first imported, and a test
+process has already imported vLLM.
 """
 
 import asyncio

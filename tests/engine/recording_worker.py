@@ -17,7 +17,7 @@ from vllm_omni.model_executor.models.wan.vae import split_decode
 from vllm_omni.worker import SharedGPUWorker
 
 FOLDER = "OMNI_TEST_EXCHANGES"
-"""Environment variable with the directory of the records.
+"""Environment variable that contains the directory for the records.
 
 Each rank writes `rank{N}.jsonl` with one line [kind, partners, group] per exchange.
 """
@@ -54,7 +54,7 @@ class RecordingWorker(SharedGPUWorker):
 
     def _record_transfer(self, name: str, kind: str, partner: Callable[[Any], int]) -> None:
         """Record the transfer of hidden states, which ranks on the CPUs of one host exchange
-        without torch.
+        without `torch.distributed`.
         """
         pp = get_pp_group()
         original = getattr(pp, name)

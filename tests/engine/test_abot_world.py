@@ -17,7 +17,8 @@ from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
 
 TOLERANCE = 1e-4
-"""Absolute tolerance for fp32 latents of order 1, because several ranks sum in a different order.
+"""Absolute tolerance for fp32 latents of order 1, required because several ranks sum in a different
+order than one rank.
 """
 OMNI = {"height": 32, "width": 64}
 HELD: list[Any] = [[["w", "l"]] * 3, [["a"], [], ["i"]], None, None]
@@ -77,11 +78,11 @@ def alone(one_rank: SharedEngine) -> torch.Tensor:
 
 
 def test_a_world_is_played_through_the_engine(one_rank: SharedEngine, alone: torch.Tensor) -> None:
-    """Concurrent sessions equal sessions that run by themselves, both in their first and in later
-    chunks.
+    """Concurrent sessions return the same latents as sessions that run by themselves, both in their
+    first chunk and in later chunks.
 
-    Reference images and prompts affect the latents, forks and resets are exact, and a refusal
-    affects no session.
+    Reference images and prompts affect the latents, forks and resets are exact, and a refused
+    request affects no session.
     """
     client = one_rank.client
 
@@ -114,8 +115,8 @@ def test_a_world_is_played_through_the_engine(one_rank: SharedEngine, alone: tor
 
 @pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_ranks_agree_with_one(checkpoint: Path, alone: torch.Tensor, parallel: str) -> None:
-    """Two ranks return the same latents as one rank. With pipeline stages they are bit-identical,
-    because every sum is the same.
+    """Two ranks return the same latents as one rank to within the tolerance. With pipeline stages,
+    the latents are bit-identical, because every sum is computed in the same order.
     """
     difference = (played(checkpoint, **{parallel: 2}) - alone).abs().max()
     assert difference <= (0.0 if parallel == "pipeline_parallel_size" else TOLERANCE)

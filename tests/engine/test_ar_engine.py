@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AR worker in a real engine returns the text of stock vLLM and the hidden states of
-transformers.
+"""The AR worker in a real engine returns the same text as stock vLLM, and hidden states that match
+those of Hugging Face Transformers.
 
 All tests in this file share one engine with chunked prefill (16 tokens per step) and prefix
 caching. The engine retains the hidden states of layers 0 and 2.
@@ -102,7 +102,7 @@ def test_a_prompt_in_chunks(engine: Engine, mode: str) -> None:
 
 @feature("mixed batches")
 def test_requests_without_hidden_states_are_unchanged(engine: Engine) -> None:
-    """A request that asks for no hidden states is unaffected by requests in its batch that do.
+    """A request without hidden states is unaffected by requests with hidden states in its batch.
 
     Its output has the same text as when the request runs by itself, and no hidden states.
     """
@@ -129,8 +129,8 @@ def test_requests_without_hidden_states_are_unchanged(engine: Engine) -> None:
 
 @feature("prefix caching")
 def test_mode_all_computes_cached_tokens_again(engine: Engine) -> None:
-    """Mode `all` skips the prefix cache, and modes `generated` and `last` use it. The hidden states
-    are complete in every mode.
+    """The `all` mode skips the prefix cache, whereas the `generated` and `last` modes use it. The
+    hidden states are complete in every mode.
     """
     prompt = "the small bird sleeps in the green tree by the sea and flies over the road"
     first, second = (engine.final(prompt, params(None)) for _ in range(2))
@@ -223,7 +223,7 @@ def test_a_stop_string_cuts_hidden_states_with_tokens(engine: Engine, mode: str)
 @pytest.mark.parametrize("mode", ["all", "generated"])
 def test_structured_outputs_with_hidden_states(engine: Engine, mode: str) -> None:
     """With structured outputs, a request with hidden states returns the same text as a request
-    without.
+    without hidden states.
     """
     grammar = {
         "structured_outputs": StructuredOutputsParams(regex="(yes|no) (red|blue)"),
@@ -256,7 +256,7 @@ def test_other_sampling_options_are_unchanged(engine: Engine) -> None:
 
 @feature("size limit")
 def test_the_byte_limit_fails_only_its_request(engine: Engine) -> None:
-    """A request that exceeds the limit of 250 hidden states fails, and the other requests in its
+    """A request that exceeds the limit of 250 hidden states fails, but the other requests in its
     batch do not.
     """
     long = "the sea is blue " * 17
@@ -287,7 +287,9 @@ def test_the_byte_limit_fails_only_its_request(engine: Engine) -> None:
     ],
 )
 def test_an_invalid_request_fails_with_the_reason(engine: Engine, omni: Any, code: str) -> None:
-    """An invalid request fails with the reason, and another request of its batch is unaffected."""
+    """An invalid request fails with an error that states the reason, and another request in its
+    batch is unaffected.
+    """
     kinds = {"output_kind": RequestOutputKind.FINAL_ONLY}
     bad = params(None, extra_args={"omni": omni}, **kinds)
     failed_outputs, good = engine.run((PROMPTS[0], bad), (PROMPTS[0], params("all", **kinds)))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AR worker on CUDA: both runner generations, async scheduling, CUDA graphs, speculative
-decoding and adapters.
+"""The AR worker on CUDA: both of vLLM's model runners (V1 and V2), async scheduling, CUDA graphs,
+speculative decoding and adapters.
 
 The file starts only five engines, because starting an engine takes most of a test's time.
-test_ar_features_cuda.py covers the features that need further engines.
+test_ar_features_cuda.py covers the features that need additional engines.
 """
 
 from collections.abc import Iterator
@@ -54,8 +54,8 @@ def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def exact(model: Path) -> Iterator[Engine]:
-    """An fp32 engine with runner V2, whose tokens and hidden states can be compared between
-    runs.
+    """An fp32 engine with vLLM's V2 model runner. Its tokens and hidden states can be compared
+    between runs.
     """
     with Engine(model, "V2", dtype="float32") as running:
         yield running
@@ -73,8 +73,8 @@ def exact_reference(model: Path) -> Reference:
 
 @feature("async scheduling", "V2")
 def test_hidden_states_arrive_with_the_chosen_runner(engine: Engine, reference: Reference) -> None:
-    """The hidden states of a mixed batch equal those of transformers with the selected runner
-    generation.
+    """With either of vLLM's model runners, the hidden states of a mixed batch match those of
+    Hugging Face Transformers.
     """
     stats = engine.stats()
     assert stats["delivers"] and ("V2" in stats["runner"]) == (engine.runner == "V2")
@@ -103,8 +103,8 @@ def test_deltas_join_to_all_hidden_states(engine: Engine, reference: Reference) 
 @feature("chunked prefill", "V2")
 @feature("prefix caching", "V2")
 def test_cached_and_chunked_prompts_are_complete(engine: Engine, reference: Reference) -> None:
-    """A 204-token prompt that runs twice in chunks of 64 yields all of its hidden states. Mode
-    `all` skips the prefix cache, and mode `generated` uses it.
+    """A 204-token prompt that runs twice in chunks of 64 yields all of its hidden states. The `all`
+    mode skips the prefix cache, whereas the `generated` mode uses it.
     """
     for mode in ("all", "all", "generated"):
         [[output]] = engine.run((PROMPTS[3], params(mode, max_tokens=6, output_kind=FINAL)))
@@ -125,8 +125,8 @@ def test_structured_outputs_with_hidden_states(engine: Engine, reference: Refere
 
 @feature("bytes copied = bytes asked for", "V2")
 def test_only_requested_hidden_states_are_copied(engine: Engine) -> None:
-    """The engine copies only requested hidden states, plus at most one, because it may compute one
-    token too many.
+    """The engine copies only the requested hidden states, plus at most one more, because it may
+    compute one token too many.
     """
     before = engine.stats()["bytes_copied"]
     engine.run((PROMPTS[1], params(None, max_tokens=10, output_kind=FINAL)))
@@ -149,8 +149,8 @@ def test_an_invalid_request_affects_no_other(engine: Engine, reference: Referenc
 
 @feature("torch.compile", "V2", note="on CUDA together with CUDA graphs, as vLLM does by default")
 def test_a_compiled_model_with_cuda_graphs(engine: Engine, reference: Reference) -> None:
-    """With a compiled model, retained layers are outputs of the compiled graph, and decode steps
-    replay CUDA graphs.
+    """With a compiled model, the hidden states of retained layers are outputs of the compiled
+    graph, and decode steps replay CUDA graphs.
     """
     compilation = engine.engine.vllm_config.compilation_config
     assert compilation.mode == CompilationMode.VLLM_COMPILE
@@ -174,7 +174,7 @@ def test_each_completion_has_its_own_hidden_states(engine: Engine, reference: Re
 
 @feature("size limit", "V2")
 def test_the_byte_limit_fails_only_its_request(engine: Engine, reference: Reference) -> None:
-    """Requests that exceed the limit of 260 hidden states fail, and other requests do not.
+    """Requests that exceed the limit of 260 hidden states fail, but other requests do not.
 
     One request exceeds the limit with its prompt, and another one while it generates.
     """
@@ -198,8 +198,8 @@ def test_the_byte_limit_fails_only_its_request(engine: Engine, reference: Refere
 def test_hidden_states_in_fp32_equal_transformers(
     exact: Engine, exact_reference: Reference
 ) -> None:
-    """In fp32, the hidden states of two layers equal those of transformers within 1e-3, for prompt
-    tokens and generated tokens.
+    """In fp32, the hidden states of two layers match those of Hugging Face Transformers to within
+    1e-3, for prompt tokens and generated tokens.
     """
     requested = params("all", (2, -1), max_tokens=12, output_kind=FINAL)
     for [output] in exact.run((PROMPTS[0], requested), (PROMPTS[3], requested)):
@@ -210,7 +210,7 @@ def test_hidden_states_in_fp32_equal_transformers(
 def test_requests_without_hidden_states_are_unchanged(
     exact: Engine, exact_reference: Reference
 ) -> None:
-    """A request that asks for no hidden states is unaffected by requests in its batch that do.
+    """A request without hidden states is unaffected by requests with hidden states in its batch.
 
     Its output has the same tokens as when the request runs by itself, and no hidden states.
     """
@@ -286,9 +286,10 @@ def test_rejected_drafts_have_no_hidden_states(model: Path, reference: Reference
 
 @feature("speculative decoding (EAGLE-3, its layers)", "V2")
 def test_a_drafter_and_requests_read_the_same_layers(tmp_path: Path) -> None:
-    """The hidden states of accepted tokens are correct for layers that the drafter reads too.
+    """The hidden states of accepted tokens are correct, even for layers that the drafter also
+    reads.
 
-    The engine runs in fp32, because wrong hidden states are clearly visible there.
+    The engine runs in fp32, because wrong hidden states stand out clearly in that precision.
     """
     model = write_model(tmp_path / "model", num_hidden_layers=BLOCKS)
     drafter = write_eagle3_drafter(model, tmp_path / "drafter")
@@ -306,8 +307,8 @@ def test_a_drafter_and_requests_read_the_same_layers(tmp_path: Path) -> None:
 def test_hidden_states_include_the_adapter(
     model: Path, reference: Reference, tmp_path: Path
 ) -> None:
-    """In a batch of requests with and without an adapter, the hidden states of each request equal
-    those of transformers with the same adapter or none.
+    """In a batch of requests with and without an adapter, the hidden states of each request match
+    those of Hugging Face Transformers with the same adapter or none.
     """
     adapted = Reference(model, write_adapter(model, tmp_path / "adapter"))
     request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The AR worker with vLLM features that each require a separate engine.
 
-With every feature, the hidden states equal those of transformers.
+With every feature, the hidden states match those of Hugging Face Transformers.
 """
 
 import sys
@@ -29,8 +29,8 @@ REPEATING = "the sea the sea the sea the sea the sea the sea"
 def check_all_modes(
     llm: Any, reference: Reference, layers: tuple[int, ...] = (-1,), **fields: Any
 ) -> None:
-    """Check a batch of requests with and without hidden states: their texts are equal, and the
-    hidden states are correct.
+    """Check a batch of requests with and without hidden states: the text does not depend on whether
+    a request asks for hidden states, and the hidden states are correct.
     """
     modes: list[Any] = ["all", None, "generated", "last"]
     prompts = [PROMPTS[0], PROMPTS[0], REPEATING, PROMPTS[2]]
@@ -48,7 +48,7 @@ def check_all_modes(
 
 @feature("speculative decoding (ngram)")
 def test_rejected_drafts_have_no_hidden_states(tiny_language_model: Path) -> None:
-    """Every accepted token has one hidden state, and a rejected draft has none.
+    """Every accepted token has one hidden state, whereas a rejected draft has none.
 
     The model is random, so some drafts are accepted and most are rejected.
     """
@@ -80,9 +80,10 @@ def test_rejected_drafts_have_no_hidden_states(tiny_language_model: Path) -> Non
 
 @feature("speculative decoding (EAGLE-3, its layers)")
 def test_a_drafter_and_requests_read_the_same_layers(tmp_path: Path) -> None:
-    """The hidden states of accepted tokens are correct for layers that the drafter reads too.
+    """The hidden states of accepted tokens are correct, even for layers that the drafter also
+    reads.
 
-    Most tokens of a random drafter are rejected.
+    Most tokens that a random drafter proposes are rejected.
     """
     from vllm_omni.testing.tiny.language_model import write_tiny_language_model
 
@@ -132,8 +133,8 @@ def test_two_stages(tiny_language_model: Path, layers: tuple[int, ...]) -> None:
     note="on a CPU, stock vLLM needs `max_loras` above the adapters in use, see the test's control",
 )
 def test_hidden_states_include_the_adapter(tiny_language_model: Path, tmp_path: Path) -> None:
-    """In a batch of requests with and without an adapter, the hidden states of each request equal
-    those of transformers with the same adapter or none.
+    """In a batch of requests with and without an adapter, the hidden states of each request match
+    those of Hugging Face Transformers with the same adapter or none.
     """
     adapted = write_adapter(tiny_language_model, tmp_path)
     reference = Reference(tiny_language_model)
@@ -159,7 +160,7 @@ def test_stock_vllm_gives_a_cpu_request_without_adapter_the_last_slot(
 
     A request without an adapter has slot -1, which `vllm/lora/ops/torch_ops` uses as an index. This
     is why the test above leaves one adapter slot free. If this test fails, vLLM has fixed the bug:
-    remove `max_loras` from the test above, and the feature's note.
+    remove `max_loras` from the test above, and delete the feature's note.
     """
     write_adapter(tiny_language_model, tmp_path)
     free_slot, no_free_slot = (
@@ -174,7 +175,9 @@ LORA = {"enable_lora": True, "max_lora_rank": 8}
 
 
 def write_adapter(model: Path, folder: Path) -> Reference:
-    """Save a random adapter; return the transformers model with the adapter."""
+    """Save a random adapter; return a reference computed by the Hugging Face Transformers model
+    with that adapter.
+    """
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -251,7 +254,7 @@ def test_torchrun_pipeline_parallel(tiny_language_model: Path, tmp_path: Path) -
 @feature("worker without the scheduler")
 def test_the_worker_brings_its_scheduler(tiny_language_model: Path) -> None:
     """The worker selects its scheduler, so hidden states are returned even if `scheduler_cls` is
-    not set. The text equals that of other requests.
+    not set. The text equals that of a request without hidden states.
     """
     with running_llm(tiny_language_model, scheduler_cls=None) as llm:
         outputs = llm.generate([PROMPTS[0]] * 2, [params("all"), params(None)], use_tqdm=False)
@@ -278,8 +281,8 @@ def test_a_compiled_model(tiny_language_model: Path) -> None:
 
 @feature("M-RoPE and multimodal inputs (Qwen2-VL)")
 def test_images(tmp_path: Path) -> None:
-    """For a tiny Qwen2-VL, hidden states of image placeholders and of text equal those of
-    transformers.
+    """For a tiny Qwen2-VL, hidden states of image placeholders and of text match those of Hugging
+    Face Transformers.
     """
     from ar_vision import check_image_request, write_tiny_qwen2_vl
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AR worker on CUDA with features that each require a separate engine: V1, images, and several
-GPUs.
+"""The AR worker on CUDA with features that each require a separate engine: vLLM's V1 model runner,
+images, and several GPUs.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ def reference(model: Path) -> Reference:
 def check_all_modes(
     engine: Engine, reference: Reference, layers: tuple[int, ...] = (0, 2, -1)
 ) -> None:
-    """Check requests with and without hidden states in one batch. Their prompts are prefilled in
+    """Check a batch of requests with and without hidden states, whose prompts are prefilled in
     chunks.
     """
     modes = ["all", None, "generated", "last"]
@@ -70,8 +70,8 @@ def test_hidden_states_in_fp32_equal_transformers_on_v1(model: Path) -> None:
 
 @feature("M-RoPE and multimodal inputs (Qwen2-VL)", "V2")
 def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a tiny Qwen2-VL in fp32, hidden states of image placeholders and of text equal those of
-    transformers.
+    """For a tiny Qwen2-VL in fp32, hidden states of image placeholders and of text match those of
+    Hugging Face Transformers.
     """
     from ar_vision import check_image_request, write_tiny_qwen2_vl
 
@@ -119,8 +119,8 @@ def test_two_tensor_ranks(model: Path, reference: Reference) -> None:
 @two_gpus
 @feature("pipeline parallelism (PP 2)", "V2")
 def test_two_stages(model: Path, reference: Reference) -> None:
-    """With two pipeline stages, the hidden states of layers 0 and 2 are retained on the stage that
-    runs the layer.
+    """With two pipeline stages, the stage that runs layer 0 or 2 retains the hidden states of that
+    layer.
 
     The first stage sends the hidden states of its layers to the last stage as intermediate tensors.
     """
@@ -173,7 +173,7 @@ def test_torchrun_pipeline_parallel_on_v1(model: Path, tmp_path: Path) -> None:
     """Under torchrun with pipeline parallelism, the last stage broadcasts hidden states to the
     first stage over NCCL.
 
-    Stock vLLM supports this only with runner V1.
+    Stock vLLM supports this only with its V1 model runner.
     """
     torchrun(model, tmp_path, "pipeline_parallel_size", "V1")
 

@@ -62,7 +62,7 @@ def test_the_documented_command_runs(command: str, tmp_path: Path) -> None:
 @pytest.mark.nightly
 @needs_haproxy
 def test_a_trace_of_visits_is_replayed_on_two_servers(tmp_path: Path) -> None:
-    """All viewers in a replayed trace are served, and some of them follow their session to the
+    """All viewers in a replayed trace are served, and some of them follow their sessions to the
     other server.
     """
     run_benchmark(

@@ -15,9 +15,8 @@ from vllm_omni.outputs import RequestFailed
 
 CHUNKS, STREAMS = 4, 3
 TOLERANCE = 2e-4
-"""Absolute tolerance for fp32 latents of order 1 after four chunks of five passes.
-
-A tolerance is required because several ranks sum in a different order.
+"""Absolute tolerance for fp32 latents of order 1 after four chunks of five forward passes each. A
+tolerance is required because several ranks sum in a different order than one rank.
 """
 MODEL = {"window_frames": 7, "sink_frames": 2}
 
@@ -67,7 +66,7 @@ def engine(model: Path, omni: dict[str, Any] | None = None, **engine_args: Any) 
 
 @pytest.fixture(scope="module")
 def expected(causal_wan: Path) -> list[list[torch.Tensor]]:
-    """Run all checks on one engine; return the latents of each stream from a run by itself."""
+    """Run all checks on one engine; return the latents of each stream when it runs by itself."""
     found: list[list[torch.Tensor]] = []
 
     async def scenario() -> None:
@@ -82,8 +81,8 @@ def expected(causal_wan: Path) -> list[list[torch.Tensor]]:
 
 
 async def side_by_side(client: EngineClient, alone: list[list[torch.Tensor]]) -> None:
-    """Check three concurrent streams at different steps while a fourth stream first fails and is
-    then aborted during a chunk.
+    """Check that three concurrent streams at different steps are unaffected while a fourth stream
+    first fails and is then aborted during a chunk.
     """
 
     async def failing_stream() -> None:
@@ -183,8 +182,8 @@ def test_the_stock_scheduler_gives_identical_chunks(
 def test_two_ranks_agree_with_one(
     causal_wan: Path, expected: list[list[torch.Tensor]], parallel: dict[str, Any]
 ) -> None:
-    """Two ranks return the same latents as one rank. With pipeline stages, two batches are in
-    flight, and the latents are bit-identical.
+    """Two ranks return the same latents as one rank to within the tolerance. With pipeline stages,
+    the latents are bit-identical, although two batches are in flight.
     """
     engine_args = dict(parallel)
     omni: dict[str, Any] = {"model": dict(MODEL)}
@@ -246,8 +245,8 @@ def test_two_ranks_recompute_a_window_like_one(
 def test_graphs_of_several_stages_change_nothing(
     causal_wan: Path, parallel: dict[str, int]
 ) -> None:
-    """Two long streams that capture and replay each forward pass return unchanged results with
-    several pipeline stages.
+    """With several pipeline stages, two long streams that capture and replay each forward pass
+    return the same latents as without CUDA graphs.
     """
 
     async def made(cuda_graphs: bool) -> list[list[torch.Tensor]]:

@@ -30,7 +30,7 @@ async def first_frames(model: Path, **engine_args: Any) -> torch.Tensor:
 
 @pytest.mark.nightly
 def test_both_released_layouts_yield_the_same_frames(tmp_path: Path) -> None:
-    """The same weights yield the same pixels in the original and in the diffusers layout."""
+    """The same weights yield the same pixels in the original layout and in the diffusers layout."""
     frames = []
     for layout in ("original", "diffusers"):
         model = tmp_path / layout

@@ -47,7 +47,7 @@ def engine(model: Path, steps: int, chunks_in_flight: int, **engine_args: Any) -
 async def send(
     client: EngineClient, name: str, seed: int, index: int, output: str = "latents"
 ) -> torch.Tensor:
-    """Request one chunk. Its request id, with which it can be aborted, is `name-index`."""
+    """Request one chunk. Its request id is `name-index`, which tests use to abort it."""
     meta, tensors = await client.send(
         session_id=name,
         chunk_index=index,
@@ -77,8 +77,8 @@ async def ahead(
 
 
 async def everything(client: EngineClient, steps: int) -> list[list[torch.Tensor]]:
-    """Run the checks that apply to every configuration; return the chunks of each stream from a run
-    by itself.
+    """Run the checks that apply to every configuration; return the chunks of each stream when it
+    runs by itself.
     """
     alone = [await one_by_one(client, f"alone{seed}", seed) for seed in range(STREAMS)]
     together = await asyncio.gather(*(ahead(client, f"s{seed}", seed) for seed in range(STREAMS)))
@@ -155,7 +155,7 @@ def assert_equal(found: list[list[torch.Tensor]], expected: list[list[torch.Tens
 
 @pytest.fixture(scope="module")
 def one_rank(causal_wan: Path) -> list[list[torch.Tensor]]:
-    """Run streams of four steps with three chunks in flight; return their latents."""
+    """Run four-step streams with three chunks in flight; return their latents."""
 
     async def scenario() -> list[list[torch.Tensor]]:
         async with engine(causal_wan, steps=4, chunks_in_flight=3) as client:
@@ -178,7 +178,7 @@ def test_chunks_in_flight_equal_chunks_one_by_one(
 
 @pytest.fixture(scope="module")
 def two_steps(causal_wan: Path) -> list[list[torch.Tensor]]:
-    """Run streams of two steps on one rank, one chunk at a time; return their latents."""
+    """Run two-step streams on one rank, one chunk at a time; return their latents."""
 
     async def scenario() -> list[list[torch.Tensor]]:
         async with engine(causal_wan, steps=2, chunks_in_flight=1) as client:
@@ -310,7 +310,7 @@ def test_ranks_that_share_layers_agree_with_one(
     omni: dict[str, Any],
     sequence_parallel: bool,
 ) -> None:
-    """Ranks that share layers agree with a single rank within the tolerance.
+    """Ranks that split layers agree with a single rank to within the tolerance.
 
     Different runs on the same ranks are bit-identical, even after aborts.
     """

@@ -2,9 +2,9 @@
 """On a CPU, a single rank runs in the engine's process and uses every core, unless the user sets
 the number of threads.
 
-Without settings, vLLM spawns the engine's process, so OpenMP's default applies. A forked process
-would inherit one thread. tests/entrypoints/cli/test_plain_serve.py covers OMP_NUM_THREADS in a
-served engine.
+By default, vLLM spawns the engine's process, so OpenMP's default applies. A forked process would
+inherit the tests' setting of one thread. tests/entrypoints/cli/test_plain_serve.py covers
+OMP_NUM_THREADS in a served engine.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ def test_threads_of_a_single_rank(
     below_engine: bool,
 ) -> None:
     """A single rank uses all available cores. By default, vLLM would start an additional process
-    and use one core less.
+    and use one core fewer.
     """
     if spawned:
         monkeypatch.setattr(SpawnProcess, "_Popen", staticmethod(popen_spawn_posix.Popen))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two data-parallel ranks: a session stays on its rank, capacities add up, and results equal those
+"""Two data-parallel ranks: a session stays on its rank, capacities add up, and results match those
 of one rank.
 
-All tests share one engine of two ranks. The last test kills a rank.
+All tests share one engine with two ranks. The last test kills a rank.
 """
 
 import asyncio
@@ -28,7 +28,9 @@ CHUNKS, PER_RANK = 4, 3
 
 
 class Endpoints:
-    """Uses the engine as an endpoint does, on one event loop for all tests."""
+    """A caller that uses the engine in the same way as an endpoint, on one event loop for all
+    tests.
+    """
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, engine: OmniEngine, ranks: SessionPlacement
@@ -52,7 +54,7 @@ class Endpoints:
 
 
 async def until_at_work(endpoints: Endpoints, sessions: set[str]) -> None:
-    """Wait until exactly the requests of these sessions are running."""
+    """Wait until the requests of these sessions, and no others, are running."""
     async with asyncio.timeout(seconds(30)):
         while set(await endpoints.engine.progress()) != sessions:
             await pause_task(0.02)
@@ -148,8 +150,8 @@ def test_many_clients_on_two_ranks_equal_one_rank(
 
 
 def test_two_ranks_hold_twice_as_many_sessions(two_ranks: Endpoints) -> None:
-    """Two ranks accept twice as many sessions as one. A session above this limit is refused, and
-    closing a session frees its slot on its rank.
+    """Two ranks accept twice as many sessions as one. A session above this limit is refused.
+    Closing a session frees its slot on its rank.
     """
 
     async def scenario() -> None:
@@ -173,7 +175,7 @@ def test_two_ranks_hold_twice_as_many_sessions(two_ranks: Endpoints) -> None:
 
 
 def test_forks_progress_and_aborts_reach_the_right_rank(two_ranks: Endpoints) -> None:
-    """Fork, progress and abort requests reach the rank of their session.
+    """Fork, progress and abort requests reach the session's rank.
 
     A fork continues like its source, progress lists the requests of both ranks, and a cancellation
     stops only the cancelled request.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank is killed, is stopped or raises: clients receive an error, all processes end, and a new
-engine can start.
+"""When a rank is killed, is stopped or raises an exception, clients receive an error, all processes
+end, and a new engine can start.
 """
 
 import asyncio

@@ -41,7 +41,7 @@ def _clear(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def test_concurrent_streams_equal_single_ones_under_deadlines(engine: SharedEngine) -> None:
-    """With deadlines, concurrent streams equal single ones bit for bit.
+    """With deadlines, concurrent streams are bit-identical to streams that run by themselves.
 
     Meanwhile, other streams are aborted, fail, or change their prompts.
     """
@@ -109,8 +109,8 @@ def test_concurrent_streams_equal_single_ones_under_deadlines(engine: SharedEngi
 
 
 def test_a_stream_above_capacity_is_refused_with_the_reason(engine: SharedEngine) -> None:
-    """A stream that would exceed the engine's capacity is refused, and its client can try again
-    later.
+    """A stream that would exceed the engine's capacity is refused with `capacity`. It is accepted
+    once an earlier stream no longer counts as live.
 
     The engine has capacity for one stream that needs a 0.13 s chunk every 0.25 s.
     """
@@ -150,7 +150,8 @@ def test_a_stream_above_capacity_is_refused_with_the_reason(engine: SharedEngine
 
 @pytest.mark.nightly
 def test_1100_latent_frames_in_one_stream(tmp_path: Path) -> None:
-    """A stream can have more frames than the original code's rotary table, which has 1,024.
+    """A stream can have more latent frames than the original code's rotary table has entries
+    (1,024).
 
     All latents are finite, and the session's size stays constant.
     """

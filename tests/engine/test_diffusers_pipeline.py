@@ -24,8 +24,8 @@ LAYOUTS = get_family("diffusers_pipeline").layouts
 
 
 def compare(folder: Path, responses: Connection) -> None:
-    """For every layout, compare the engine's result with that of diffusers, and send the outcome to
-    the test process.
+    """For every pipeline layout, compare the engine's result with that of diffusers, and send the
+    outcome to the test process.
 
     Only one engine runs at a time.
     """

@@ -21,7 +21,9 @@ from vllm_omni.outputs import RequestFailed
 SIZE = {"height": 64, "width": 96}
 SHORT = {"model": {"window_frames": 6}}
 TOLERANCE = 1e-4
-"""Absolute tolerance for fp32 latents, because several ranks sum in a different order."""
+"""Absolute tolerance for fp32 latents, required because several ranks sum in a different order than
+one rank.
+"""
 HELD: list[Any] = [[["w", "l"]] * 3, [["a"], [], ["i"]], None, [["s"]]]
 
 
@@ -117,8 +119,8 @@ def test_poses_steer_and_bad_ones_are_refused(one_rank: SharedEngine) -> None:
 
 @pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_ranks_agree_with_one(checkpoint: Path, alone: torch.Tensor, parallel: str) -> None:
-    """Two ranks return the same latents as one rank. With pipeline stages they are bit-identical,
-    because every sum is the same.
+    """Two ranks return the same latents as one rank to within the tolerance. With pipeline stages,
+    the latents are bit-identical, because every sum is computed in the same order.
     """
     ranks: dict[str, Any] = {parallel: 2}
     difference = (played(checkpoint, dtype="float32", **ranks) - alone).abs().max()
@@ -143,7 +145,7 @@ def test_a_client_of_the_camera_endpoint_sends_poses_and_keys(
 ) -> None:
     """A client sends poses and keys to the camera endpoint over a real socket.
 
-    A pose that is not a rotation is refused, and the session continues.
+    A pose with an invalid rotation is refused, and the session continues.
     """
     body = {"height": 64, "width": 96, "video_format": "ndarray_u8"}
     with mortal_servers(checkpoint, tmp_path, {}) as start, start().client() as client:

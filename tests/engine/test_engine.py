@@ -62,8 +62,8 @@ def test_concurrent_sessions_equal_single_ones(null_engine: SharedEngine) -> Non
 def test_an_abort_stops_the_chunk_and_keeps_the_session(
     null_engine: SharedEngine,
 ) -> None:
-    """An aborted chunk stops long before its end. When the chunk is requested again, its result is
-    the same as without the abort.
+    """An aborted chunk stops well before it would have finished. When the chunk is requested again,
+    its result is the same as without the abort.
     """
 
     client = null_engine.client
@@ -93,8 +93,8 @@ def test_an_abort_stops_the_chunk_and_keeps_the_session(
 
 
 def test_chunks_sent_ahead_run_in_order(null_engine: SharedEngine) -> None:
-    """Chunks that are requested concurrently in the wrong order equal chunks that are requested one
-    at a time.
+    """Chunks requested concurrently and in the wrong order are bit-identical to chunks requested
+    one at a time.
     """
 
     client = null_engine.client
@@ -118,8 +118,8 @@ def test_chunks_sent_ahead_run_in_order(null_engine: SharedEngine) -> None:
 
 
 def test_a_paused_engine_makes_a_request_wait(null_engine: SharedEngine) -> None:
-    """A request to a paused engine waits until the engine resumes. vLLM 0.32 holds the chunk; vLLM
-    0.33 refuses it with `capacity`, and the endpoint retries.
+    """A request to a paused engine waits until the engine resumes. vLLM 0.32 holds the request;
+    vLLM 0.33 refuses it with `capacity`, and the endpoint retries.
     """
 
     async def scenario() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The start fails with a one-line error if an argument would have no effect on the worker.
+"""Startup fails with a one-line error if an argument would have no effect on the worker.
 
 tests/test_engine_arguments.py contains the complete list of these arguments.
 """
@@ -54,7 +54,7 @@ def test_omni_ends_with_status_2_and_one_line(null_world: Path) -> None:
 
 @pytest.mark.nightly
 def test_plain_vllm_serve_is_refused_too(null_world: Path) -> None:
-    """Plain `vllm serve` refuses the same arguments. This test passes all options explicitly, as
+    """Plain `vllm serve` rejects the same arguments. This test passes all options explicitly, as
     printed by `--omni`.
     """
     status, output = start(
@@ -82,7 +82,7 @@ def test_plain_vllm_serve_is_refused_too(null_world: Path) -> None:
 
 @pytest.mark.nightly
 def test_an_offline_pipeline_is_refused(tmp_path: Path) -> None:
-    """`LLM(...)` with the diffusers executor refuses `--enable-lora`, because adapters are
+    """`LLM(...)` with the diffusers executor rejects `--enable-lora`, because adapters are
     configured in `omni.model.loras`.
     """
     family = get_family("diffusers_pipeline")
@@ -100,7 +100,7 @@ def test_an_offline_pipeline_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_ar_worker_refuses_pooling(tiny_language_model: Path) -> None:
-    """The AR worker refuses pooling before it loads, because a stock model does not use this
+    """The AR worker itself rejects pooling before it loads, because a stock model does not use this
     package's config hook.
     """
     arguments = (

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The devices of several ranks cannot deadlock, whatever work runs concurrently on each device.
 
-CUDA may make any two streams of a device wait for each other. The tests run a real engine on the
-CPU, where exchanges cannot block each other in this way. They therefore record the exchanges of
-each rank and replay them on a simulated device with a single queue: an exchange ends when all
-participants have reached it, and only then does the next one start.
+CUDA may serialise any two CUDA streams on a device. The tests run a real engine on the CPU, where
+exchanges are never serialised in this way. They therefore record each rank's exchanges and replay
+them on a simulated device with a single queue: an exchange ends when all participants have reached
+it, and only then does the next one start.
 """
 
 import asyncio
@@ -133,7 +133,7 @@ def test_exchanges_of_all_ranks_cannot_deadlock(
     """The exchanges of all ranks complete, both during the warm-up and with three concurrent
     sessions.
 
-    A session's chunks run one at a time or several in flight, and some are aborted.
+    A session's chunks run one at a time or with several in flight, and some chunks are aborted.
     """
     monkeypatch.setenv(FOLDER, str(tmp_path))
     model: Path = request.getfixturevalue(family)

@@ -16,7 +16,7 @@ from helpers.engine_client import EngineClient, running_engine
 pytestmark = pytest.mark.nightly
 
 SMALL_WINDOW = {"window_frames": 7, "sink_frames": 2}
-"""The window is full after the third chunk, and its length is not a multiple of the chunk size."""
+"""The window is full after the third chunk. Its length is not a multiple of the chunk size."""
 CHUNKS = 7
 IMAGE = {"image": torch.arange(32 * 48 * 3).reshape(32, 48, 3).to(torch.uint8)}
 
@@ -71,9 +71,9 @@ ULYSSES = {"model": {**SMALL_WINDOW, "sequence_parallel": True}}
 def test_sessions_with_graphs_equal_sessions_without(
     family: str, omni: dict[str, Any], flags: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
-    """Sessions that replay graphs equal sessions without graphs.
+    """Sessions that replay graphs return the same latents as sessions without graphs.
 
-    The first session reuses the ring buffer of the warm-up, and each later session reuses the ring
+    The first session reuses the warm-up's ring buffer, and each later session reuses the ring
     buffer of its predecessor. Two concurrent sessions each have their own ring buffer.
     """
     model = request.getfixturevalue(family)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`omni.kv_growth` in the real engine: equal results, more sessions, and no failing session.
+"""`omni.kv_growth` in the real engine: results are unaffected, more sessions fit, and no session
+fails.
 
 The tests are nightly because each setting needs two engines. tests/worker/test_kv_growth.py covers
 the same sessions in the runner.
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.nightly
 
 WINDOW = {"window_frames": 36, "sink_frames": 3}
 CHUNKS = 13
-"""One chunk more than fits into the window."""
+"""One more chunk than fits into the window."""
 
 
 async def walk(
@@ -57,9 +58,10 @@ def equal(ours: list[tuple[dict[str, Any], torch.Tensor]], theirs: list[Any]) ->
 def test_sessions_grow_and_none_fails(lingbot_world: Path, ranks: dict[str, Any]) -> None:
     """Three growing sessions run to their end in memory that suffices for only two full windows.
 
-    Before that, two sessions in one batch equal those of an engine with full windows. Sessions that
-    could not grow report this, and each equals a session that was started with the window size at
-    which it stopped growing. Closing the sessions frees all memory.
+    Before that, two sessions in one batch return the same latents as in an engine with full
+    windows. Sessions that could not grow report this. One of them returns the same latents as a
+    session started with the window size at which growth stopped. Closing the sessions frees all
+    memory.
     """
     arguments = dict(ranks)
     model = {**WINDOW, "sequence_parallel": arguments.pop("sequence_parallel", False)}

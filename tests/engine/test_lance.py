@@ -16,8 +16,8 @@ from vllm_omni.outputs import RequestFailed
 
 SMALL = {"max_image_pixels": 64 * 96, "max_video_pixels": 64 * 96, "max_num_frames": 9}
 TOLERANCE = 1e-4
-"""Absolute tolerance for fp32 latents of order 1, because a shared matrix product sums in a
-different order.
+"""Absolute tolerance for fp32 latents of order 1, required because a shared matrix product sums in
+a different order.
 """
 
 
@@ -69,7 +69,7 @@ async def send(client: EngineClient, task: str, name: str, **changes: Any) -> An
 
 
 async def every_task(client: EngineClient) -> None:
-    """Check that each task returns its type of result and leaves no session."""
+    """Check that each task returns its type of result and leaves no session open."""
     shapes = {}
     for task in REQUESTS:
         meta, tensors = await send(client, task, f"solo-{task}")
@@ -88,7 +88,9 @@ async def every_task(client: EngineClient) -> None:
 
 
 async def mixed_load(client: EngineClient) -> None:
-    """Check that concurrent generation and understanding requests equal single ones."""
+    """Check that concurrent generation and understanding requests return the same results as
+    requests that run by themselves.
+    """
 
     async def all_of(prefix: str, together: bool) -> list[torch.Tensor]:
         calls = [
@@ -126,7 +128,7 @@ async def streamed_response(client: EngineClient) -> None:
 
 async def aborts(client: EngineClient) -> None:
     """Check that a request can be aborted before its start, while it runs and after its end, and
-    that others continue.
+    that other requests continue.
     """
     expected = (await send(client, "t2i", "reference", output="latents"))[1]["latents"].clone()
 
@@ -160,7 +162,7 @@ async def aborts(client: EngineClient) -> None:
 
 
 async def wrong_requests(client: EngineClient) -> None:
-    """Check that each invalid request is refused with a code and a message, and that the engine
+    """Check that each invalid request is rejected with a code and a message, and that the engine
     continues.
     """
     cases: list[tuple[dict[str, Any], dict[str, torch.Tensor], str]] = [
@@ -249,8 +251,8 @@ def test_two_ranks_equal_one(checkpoint: Path, sequence_parallel: bool) -> None:
 
 @pytest.mark.nightly
 def test_every_task_runs_with_the_other_convention(checkpoint: Path) -> None:
-    """With all conventions switched to their alternatives, each task returns its type of result
-    without NaN.
+    """With all conventions switched to their alternatives, each task returns a result of its type
+    that contains no NaNs.
     """
 
     async def scenario() -> None:

@@ -15,8 +15,8 @@ from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.testing.tiny.wan import write_component
 
 TOLERANCE = 2e-4
-"""Absolute tolerance for fp32 latents of order 1 after two chunks, because several ranks sum in a
-different order.
+"""Absolute tolerance for fp32 latents of order 1 after two chunks, required because several ranks
+sum in a different order than one rank.
 """
 
 
@@ -26,7 +26,7 @@ def image() -> torch.Tensor:
 
 
 async def walk(client: EngineClient, name: str = "s", **fields: Any) -> torch.Tensor:
-    """Return the latents of two chunks that are controlled by keys."""
+    """Return the latents of two key-controlled chunks."""
     latents = []
     for index, keys in enumerate(("w", "j")):
         start = {"image": image()} if index == 0 else None
@@ -66,10 +66,10 @@ def alone(bare: Path) -> torch.Tensor:
 def test_a_repository_without_config_takes_sizes_from_its_tensors(
     bare: Path, alone: torch.Tensor, tmp_path: Path
 ) -> None:
-    """If a repository has no config, the sizes are derived from its tensors.
+    """If a repository has no config, the network dimensions are derived from its tensors.
 
-    Shards in the root folder with shared components yield the same latents as a v2 folder whose
-    config states all sizes.
+    A checkpoint with its shards in the root folder and a link to shared components yields the same
+    latents as a v2 folder whose config states these dimensions.
     """
     shutil.copytree(bare.parent / "shared", tmp_path, dirs_exist_ok=True)
     config = {"_class_name": "WanModelFast", **find_layout(bare).transformer_config()}
@@ -81,8 +81,8 @@ def test_a_repository_without_config_takes_sizes_from_its_tensors(
 
 
 def test_held_keys_change_the_world_of_layout_act(tmp_path: Path) -> None:
-    """In layout `act`, held keys change the latents. A request without the `action` tensor means
-    that no key is held.
+    """In the `act` layout, held keys change the latents. If a request contains no `action` tensor,
+    no key is held.
     """
     get_family("lingbot_world").make_tiny(tmp_path, 0, "act")
 
@@ -108,8 +108,8 @@ def test_held_keys_change_the_world_of_layout_act(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_model_before_distillation(tmp_path: Path) -> None:
-    """The undistilled model runs with guidance and 40 steps, and two pipeline stages return
-    bit-identical latents.
+    """The undistilled model runs with guidance and 40 steps. Two pipeline stages return latents
+    that are bit-identical to those of one rank.
     """
     get_family("lingbot_world").make_tiny(tmp_path, 0, "v2_pretrain")
     one = served(tmp_path)
@@ -120,10 +120,10 @@ def test_the_model_before_distillation(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_ranks_agree_with_one(bare: Path, alone: torch.Tensor, parallel: str) -> None:
-    """Two ranks return the same latents as one rank. With pipeline stages they are bit-identical,
-    because every sum is the same.
+    """Two ranks return the same latents as one rank to within the tolerance. With pipeline stages,
+    the latents are bit-identical, because every sum is computed in the same order.
 
-    The front end reads the sizes of the checkpoint once.
+    The front end reads the checkpoint's sizes only once.
     """
     difference = (served(bare, **{parallel: 2}) - alone).abs().max()
     assert difference <= (0.0 if parallel == "pipeline_parallel_size" else TOLERANCE)

@@ -26,9 +26,9 @@ from vllm_omni.outputs import RequestFailed
 
 CHUNKS, SESSIONS = 4, 2
 TOLERANCE = 2e-4
-"""Absolute tolerance for fp32 latents of order 1 after four chunks of five passes.
+"""Absolute tolerance for fp32 latents of order 1 after four chunks of five forward passes each.
 
-A tolerance is required because several ranks sum in a different order.
+A tolerance is required because several ranks sum in a different order than one rank.
 """
 SMALL_WINDOW = {"window_frames": 7, "sink_frames": 2}
 """The window is full after the third chunk. Its length is not a multiple of the chunk size, so the
@@ -97,8 +97,8 @@ def alone(one_rank: SharedEngine) -> list[list[torch.Tensor]]:
 def test_concurrent_worlds_equal_single_ones(
     one_rank: SharedEngine, alone: list[list[torch.Tensor]]
 ) -> None:
-    """Two concurrent sessions at different steps equal sessions that run by themselves, although a
-    third session fails and is then aborted.
+    """Two concurrent sessions at different steps return the same latents as sessions that run by
+    themselves, although a third session fails and is then aborted.
     """
 
     client = one_rank.client
@@ -144,8 +144,8 @@ def test_concurrent_worlds_equal_single_ones(
 def test_two_ranks_agree_with_one(
     lingbot_world: Path, alone: list[list[torch.Tensor]], parallel: dict[str, Any]
 ) -> None:
-    """Two ranks return the same latents as one rank. With pipeline stages, two batches are in
-    flight, and the latents are bit-identical.
+    """Two ranks return the same latents as one rank to within the tolerance. With pipeline stages,
+    the latents are bit-identical, although two batches are in flight.
     """
     engine_args = dict(parallel)
     omni: dict[str, Any] = {"model": dict(SMALL_WINDOW)}
@@ -168,8 +168,8 @@ def test_convention_pr3701_decodes_with_two_earlier_latents(
     """With the `pr3701` convention, a chunk is decoded together with the two preceding latent
     frames.
 
-    The frames equal those obtained by decoding the engine's latents in this way. The session that
-    returns frames receives a different prompt with every chunk, which has no effect, and its size
+    The frames equal those obtained by decoding the engine's latents in this way. A session that
+    returns frames receives another prompt after its first chunk, which has no effect, and its size
     stays constant.
     """
     vae = StreamingWanVAE(VAEConfig.from_dict(hf_config(lingbot_world)["lingbot_world"]["vae"]))
@@ -227,8 +227,8 @@ def test_convention_pr3701_decodes_with_two_earlier_latents(
 
 
 def test_an_unknown_choice_is_refused_at_start(lingbot_world: Path) -> None:
-    """The front end refuses an unknown value with a one-line error that lists the allowed values,
-    before a process starts.
+    """Before any process starts, the front end rejects an unknown value with a one-line error that
+    lists the allowed values.
     """
 
     async def scenario() -> None:

@@ -28,7 +28,8 @@ OPTIONS = {"model": {"window_frames": 7, "sink_frames": 2}}
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 INK, WOOL = [Lora(name="ink", scale=0.8)], [Lora(name="wool")]
 TOLERANCE = 2e-4
-"""Absolute tolerance for fp32 latents of order 1, because several ranks sum in a different order.
+"""Absolute tolerance for fp32 latents of order 1, required because several ranks sum in a different
+order than one rank.
 """
 
 
@@ -108,7 +109,7 @@ async def switching(client: EngineClient, alone: dict[str, list[torch.Tensor]]) 
     """Check that a chunk uses its requested adapters from its first step, including for the
     prompt's K/V.
 
-    The value [] removes all adapters.
+    An empty list removes all adapters.
     """
     switched = await stream(client, "switched", [INK, None, [], None])
     assert equal(switched[:2], alone["ink"][:2])
@@ -153,7 +154,7 @@ async def refusals(
     folder: Path,
     base: list[torch.Tensor],
 ) -> None:
-    """Check that each invalid adapter is refused with a one-line error and that the engine
+    """Check that each invalid adapter is rejected with a one-line error and that the engine
     continues.
     """
     stranger = {
@@ -212,7 +213,9 @@ SPLITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_two_ranks_with_adapters_agree_with_one(
     split: str, causal_wan: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Two ranks with adapters agree with one rank, even after every rank has refused an adapter."""
+    """Two ranks with adapters agree with one rank, even after every rank has rejected an
+    adapter.
+    """
     omni, engine_args = SPLITS[split]
     choices: list[list[Lora] | None] = [[*INK, *WOOL], None, []]
     save_file({"blocks.0.nowhere.lora_A.weight": torch.zeros(2, 2)}, tmp_path / "bad.safetensors")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-parallel and pipeline-parallel engines (gloo, one process per rank) return the results of
-one rank.
+"""Tensor-parallel and pipeline-parallel engines (gloo, one process per rank) return the same
+results as one rank.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ def test_two_ranks_equal_one(
 ) -> None:
     """Two ranks return the same results as one rank for three concurrent sessions.
 
-    With pipeline stages, two batches are in flight. The results stay equal after every kind of
-    failure.
+    With pipeline stages, two batches are in flight. The results still equal those of one rank after
+    each kind of failure.
     """
 
     async def scenario() -> None:
@@ -76,8 +76,8 @@ def test_two_ranks_equal_one(
 def test_more_batches_in_a_step_than_tensors_in_a_message(null_world: Path) -> None:
     """A step can have more batches than one message between ranks can have tensors.
 
-    Twelve sessions run in separate batches, and vLLM's ranks on the CPUs of one host send at most
-    eight tensors per message.
+    Twelve sessions run in separate batches, although vLLM's ranks on the CPUs of one host send at
+    most eight tensors per message.
     """
 
     async def scenario() -> None:

@@ -18,7 +18,8 @@ from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
 
 TOLERANCE = 1e-4
-"""Absolute tolerance for fp32 latents of order 1, because several ranks sum in a different order.
+"""Absolute tolerance for fp32 latents of order 1, required because several ranks sum in a different
+order than one rank.
 """
 
 
@@ -33,9 +34,9 @@ class Played:
     held: list[Any]
     """Controls for each chunk of a session."""
     w_held: torch.Tensor
-    """The tensor `buttons` of a chunk during which W is held."""
+    """The `buttons` tensor of a chunk during which W is held."""
     refusals: tuple[tuple[dict[str, Any], str], ...]
-    """Request fields that the model refuses, each with an excerpt of the error message."""
+    """Request fields that the model rejects, each with an excerpt of the error message."""
 
 
 def w_held(num_frames: int, num_buttons: int, button: int) -> torch.Tensor:
@@ -125,9 +126,9 @@ def alone(one_rank: SharedEngine, model: Played) -> torch.Tensor:
 def test_a_world_is_played_through_the_engine(
     one_rank: SharedEngine, model: Played, alone: torch.Tensor
 ) -> None:
-    """Concurrent sessions equal sessions that run by themselves.
+    """Concurrent sessions return the same latents as sessions that run by themselves.
 
-    Controls change the latents, forks and resets are exact, and refusals affect no session.
+    Controls change the latents, forks and resets are exact, and refused requests affect no session.
     """
     client, held = one_rank.client, model.held
 
@@ -160,8 +161,8 @@ def test_a_world_is_played_through_the_engine(
 def test_two_ranks_agree_with_one(
     checkpoint: Path, model: Played, alone: torch.Tensor, parallel: str
 ) -> None:
-    """Two ranks return the same latents as one rank. With pipeline stages they are bit-identical,
-    because every sum is the same.
+    """Two ranks return the same latents as one rank to within the tolerance. With pipeline stages,
+    the latents are bit-identical, because every sum is computed in the same order.
     """
     difference = (played(checkpoint, model.held, **{parallel: 2}) - alone).abs().max()
     assert difference <= (0.0 if parallel == "pipeline_parallel_size" else TOLERANCE)
@@ -185,7 +186,7 @@ def test_waypoint_1_follows_keys_and_prompts(tmp_path: Path) -> None:
     """Keys and a new prompt change Waypoint's next frame, and a repeated session yields the same
     frames.
 
-    A chunk of Waypoint is one frame.
+    A Waypoint chunk is one frame.
     """
     get_family("waypoint").make_tiny(tmp_path, 0, "v1")
 

@@ -26,8 +26,8 @@ DEADLINES_S = (60.0, 0.001, 60.0)
 def test_a_preset_reaches_the_model_and_late_chunks_are_degraded(
     family: str, tmp_path: Path
 ) -> None:
-    """A preset quantizes weights, keys and values, and an option set by the user overrides the
-    preset's decoder.
+    """A preset quantizes weights, keys and values, and a user's option overrides the preset's
+    choice of decoder.
 
     A chunk that cannot meet its deadline runs two denoise steps and is decoded by the tiny decoder.
     Other chunks run all steps.

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--quantization fp8_per_channel` in the real engine: error of the latents, reload, and several
-ranks.
-"""
+"""`--quantization fp8_per_channel` in the real engine: latent error, reload, and several ranks."""
 
 import asyncio
 from collections.abc import Iterator
@@ -46,7 +44,8 @@ def fp8_engine(lingbot_world: Path) -> Iterator[SharedEngine]:
 def test_fp8_weights_are_close_to_bf16_and_reload(
     lingbot_world: Path, fp8_engine: SharedEngine
 ) -> None:
-    """FP8 weights yield latents close to those of bf16, and a reload quantizes the new weights.
+    """FP8 weights yield latents close to those of bf16 weights, and a reload quantizes the new
+    weights.
 
     The measured error on a CPU is 0.02. This is less than FP8's step size of 1/16 of a value,
     because the errors of many products average out.

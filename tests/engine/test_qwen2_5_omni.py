@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three engines of Qwen2.5-Omni compared with transformers: tokens, codes and audio.
+"""Tokens, codes and audio of the three Qwen2.5-Omni engines, compared with Hugging Face
+Transformers.
 
 The tests also cover aborts and a killed engine.
 """
@@ -120,8 +121,8 @@ PROMPTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def reference(qwen2_5_omni: Path) -> dict[str, tuple[list[int], list[int], torch.Tensor]]:
-    """Results of transformers' greedy decoding for each prompt: reply tokens, codes and
-    waveform.
+    """Results of greedy decoding with Hugging Face Transformers for each prompt: reply tokens,
+    codes and waveform.
     """
     from PIL import Image
     from transformers import Qwen2_5OmniForConditionalGeneration, Qwen2_5OmniProcessor
@@ -141,7 +142,7 @@ def reference(qwen2_5_omni: Path) -> dict[str, tuple[list[int], list[int], torch
     talker = model.talker.generate
 
     def without_pixels(*args: Any, pixel_values: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        # transformers 5.19 passes the thinker's pixels to the talker, which does not accept this
+        # Transformers 5.19 passes the thinker's pixels to the talker, which does not accept this
         # argument.
         return talker(*args, **kwargs)
 
@@ -173,9 +174,9 @@ def reference(qwen2_5_omni: Path) -> dict[str, tuple[list[int], list[int], torch
 def test_tokens_codes_and_sound_equal_transformers(
     served: Served, reference: dict[str, tuple[list[int], list[int], torch.Tensor]], name: str
 ) -> None:
-    """The reply, the number of codes and the waveform equal those of transformers.
+    """The reply, the number of codes and the waveform match those of Hugging Face Transformers.
 
-    The prompts contain text, audio and an image.
+    One prompt contains only text, one contains audio, and one contains an image.
     """
     from PIL import Image
 
@@ -256,8 +257,8 @@ def test_invalid_requests_are_refused_before_any_engine_runs(served: Served) -> 
 
 
 def test_a_disconnect_aborts_every_stage(served: Served) -> None:
-    """When a client disconnects after the first text, every engine becomes idle and every slot is
-    freed.
+    """When a client disconnects after receiving the first text, every engine becomes idle and every
+    slot is freed.
     """
     composition = served.composition
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The diffusion worker and the AR worker on a two-node Ray cluster: results equal those of one
-process, and a lost node ends the server.
+"""The diffusion worker and the AR worker on a two-node Ray cluster: results match those of one
+process, and the loss of a node ends the server.
 
 The nodes are real Ray nodes on this machine (`ray_cluster.py`). Each node can hold one worker, so
 two ranks run on two nodes and communicate over TCP.
@@ -64,8 +64,8 @@ def walk(cluster: TwoNodes, *arguments: object) -> set[str]:
 def test_two_nodes_equal_one_process(
     cluster: TwoNodes, model: str, tmp_path: Path, parallel: str, request: pytest.FixtureRequest
 ) -> None:
-    """Three concurrent sessions on two nodes are bit-identical to those of one process. Causal
-    Wan's text encoder runs on one of the nodes.
+    """Three concurrent sessions on two nodes return latents that are bit-identical to those of one
+    process. Causal Wan's text encoder runs on one of the nodes.
     """
     checkpoint: Path = request.getfixturevalue(model)
 
@@ -87,8 +87,8 @@ def test_two_nodes_equal_one_process(
 def test_hidden_states_over_two_nodes(
     cluster: TwoNodes, tiny_language_model: Path, parallel: str
 ) -> None:
-    """On two nodes, the AR worker's hidden states equal those of transformers, including those of
-    layers on the first stage.
+    """On two nodes, the AR worker's hidden states match those of Hugging Face Transformers,
+    including the hidden states of layers on the first stage.
     """
     arguments = (
         {parallel: 2, "max_num_batched_tokens": 16}

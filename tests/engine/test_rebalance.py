@@ -26,8 +26,8 @@ MEASURED: dict[str, Any] = {"pipeline_partition": "measured"}
 def slow(stage: int) -> dict[str, Any]:
     """Return the arguments for an engine with one slow pipeline stage.
 
-    The stage is slow for any number of layers, so all of its layers except one move to other
-    stages.
+    The stage is slow however many layers it has, so all but one of its layers move to the other
+    stage.
     """
     return {"worker_cls": f"faulty_worker.SlowStage{stage}Worker"}
 
@@ -42,7 +42,7 @@ async def walk(client: EngineClient, chunks: Chunks) -> list[torch.Tensor]:
 
 
 async def layers_held(client: EngineClient) -> list[int]:
-    """Return the number of layers on each rank, ordered by rank. A VAE stage has 0 layers."""
+    """Return the number of layers on each rank, in rank order. A VAE stage has no layers."""
     held: list[int] = await client.engine.collective_rpc("layers_held")
     return held
 

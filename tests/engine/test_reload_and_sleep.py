@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's API for weights (reload in place, sleep and wake-up), and its effect on live sessions."""
+"""vLLM's weight API (reload in place, sleep and wake-up), and its effect on live sessions."""
 
 import asyncio
 from pathlib import Path
@@ -17,7 +17,7 @@ def test_weights_reload_from_another_checkpoint_and_back(
     null_engine: SharedEngine, null_world: Path, tmp_path: Path
 ) -> None:
     """`collective_rpc("reload_weights")` loads another checkpoint, and later the original one. An
-    invalid file is refused.
+    invalid file is rejected.
     """
     other, broken = tmp_path / "other", tmp_path / "broken"
     get_family("null_world").make_tiny(other, 1, "original")
@@ -45,11 +45,10 @@ def test_weights_reload_from_another_checkpoint_and_back(
 
 @pytest.mark.nightly
 def test_two_ranks_replace_their_weights_alike(causal_wan: Path, tmp_path: Path) -> None:
-    """After a reload, two tensor-parallel ranks return the frames of an engine that started with
-    the new weights.
+    """After a reload, two tensor-parallel ranks return latents that are bit-identical to those of
+    an engine that started with the new weights.
 
-    The frames are bit-identical. Sessions that were started with the old weights no longer exist on
-    either rank.
+    Sessions started with the old weights no longer exist on either rank.
     """
     other = tmp_path / "other"
     get_family("causal_wan").make_tiny(other, 1, "original")
@@ -83,8 +82,8 @@ def test_two_ranks_replace_their_weights_alike(causal_wan: Path, tmp_path: Path)
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM's sleep mode needs a CUDA device")
 def test_sleep_level_1_keeps_sessions_and_level_2_drops_them(lingbot_world: Path) -> None:
-    """After sleep level 1, a session's next chunk is bit-identical to the chunk without sleep.
-    After level 2, the session no longer exists.
+    """After sleep level 1, a session's next chunk is bit-identical to the chunk generated without
+    sleep. After level 2, the session no longer exists.
     """
     image = {"image": torch.arange(32 * 48 * 3).reshape(32, 48, 3).to(torch.uint8)}
     first = {"chunk_index": 0, "prompt": "a field", "actions": [["w"]] * 3, "output": "latents"}

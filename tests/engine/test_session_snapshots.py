@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Snapshots of sessions in real engines through `collective_rpc`: restored on another engine, and
-with several ranks.
+"""Session snapshots in real engines through `collective_rpc`, restored on another engine and with
+several ranks.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ async def chunk(client: EngineClient, session_id: str, index: int, **fields: Any
 
 async def walk_and_move(model: Path, folder: Path, **engine_args: Any) -> list[torch.Tensor]:
     """Save a session and restore it on a second engine; check that both engines generate the same
-    next chunks, and return them.
+    next chunks, and return these chunks.
     """
     path = folder / "walk.safetensors"
     async with running_engine(model, OPTIONS, dtype="float32", **engine_args) as client:
@@ -79,8 +79,8 @@ async def walk_and_move(model: Path, folder: Path, **engine_args: Any) -> list[t
 
 @pytest.mark.nightly
 def test_a_session_with_fp8_kv_continues(lingbot_world: Path, tmp_path: Path) -> None:
-    """A session with FP8 K/V has a smaller snapshot and continues from it. An engine without FP8
-    K/V refuses the snapshot.
+    """A session with FP8 K/V continues from its snapshot, which is smaller than a snapshot without
+    FP8 K/V. An engine without FP8 K/V refuses the snapshot.
     """
     asyncio.run(walk_and_move(lingbot_world, tmp_path, kv_cache_dtype="fp8"))
 
@@ -104,7 +104,7 @@ def test_a_session_of_several_ranks_continues(
 ) -> None:
     """Each rank saves and restores its share of the snapshot file.
 
-    An engine with another parallel layout or other weights refuses the file.
+    An engine with a different parallel layout or different weights refuses the file.
     """
     asyncio.run(walk_and_move(lingbot_world, tmp_path, **{parallel: 2}))
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One text encoder serves all ranks of an engine, and every rank starts a chunk with the same
-embeddings.
+"""One text encoder serves all ranks of an engine, so every rank with layers starts a chunk with the
+same embeddings.
 
-The tests are nightly because each split needs an engine of several ranks.
+The tests are nightly because each split needs an engine with several ranks.
 tests/worker/test_shared_text.py covers the messages between any number of ranks.
 """
 
@@ -91,8 +91,8 @@ def test_every_rank_has_the_text_embeddings_of_the_encoding_rank(
     lingbot_world: Path,
     tmp_path: Path,
 ) -> None:
-    """Every rank has the text embeddings of the encoding rank, even when prompts change between
-    chunks.
+    """Every rank with layers has the text embeddings of the encoding rank, even when prompts change
+    between chunks.
 
     With pipeline stages, the latents are bit-identical to those of one rank.
     """

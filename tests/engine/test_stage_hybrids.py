@@ -2,9 +2,9 @@
 """Combinations of pipeline stages, a VAE stage, tensor parallelism and Ulysses, compared with one
 rank.
 
-The engines have up to four ranks. Three sessions run concurrently, and one of them decodes.
-Pipeline stages compute the same sums as one rank, so their results are bit-identical. Ranks that
-share a layer sum in a different order.
+The engines have up to four ranks. Three sessions run concurrently, and one of them returns decoded
+frames. Pipeline stages compute the same sums as one rank, so their results are bit-identical. Ranks
+that split a layer sum in a different order.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ pytestmark = pytest.mark.nightly
 CHUNKS = 4
 WINDOW = {"window_frames": 7, "sink_frames": 2}
 TOLERANCE = 2e-4
-"""Absolute tolerance for fp32 latents of order 1 after four chunks of five passes."""
+"""Absolute tolerance for fp32 latents of order 1 after four chunks of five forward passes each."""
 LEVELS = 2
-"""Tolerance for pixel values from 0 to 255, for frames decoded from latents that are equal within
+"""Tolerance for pixel values from 0 to 255, in frames decoded from latents that are equal to within
 `TOLERANCE`.
 """
 TP2, U2, PP2, PP3 = (
@@ -156,8 +156,8 @@ def worlds(lingbot_world: Path) -> Results:
 
 
 async def check_aborts(client: EngineClient, name: str, chunks: Chunks) -> None:
-    """Abort a chunk at several points in time. Every rank must drop the chunk, so that later chunks
-    still agree.
+    """Abort a chunk at several points in time. Every rank must drop the chunk; otherwise, later
+    chunks could differ from those of one rank.
     """
     for number, delay_s in enumerate((0.0, 0.02, 0.1, 0.3)):
         fields, tensors = chunks(CHUNKS, 1)
@@ -180,8 +180,8 @@ def check(got: Results, expected: Results, exact: bool) -> None:
 
 
 def enlarge_decoder_cache(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Forge the decoder cache of the last decoding rank. Several ranks decode only with
-    `vae_parallel`.
+    """Forge a snapshot: enlarge the decoder cache of the last rank that decodes. More than one rank
+    decodes only with `vae_parallel`.
     """
     name = max(name for name in tensors if name.endswith("decoder.conv00"))
     tensors[name] = torch.cat((tensors[name], tensors[name][..., :1, :]), dim=-2)

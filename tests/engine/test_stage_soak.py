@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thousand requests, aborts and failures at random times with pipeline stages, from a fixed seed.
+"""A thousand requests to an engine with pipeline stages, with aborts and failures at random times
+drawn from a fixed seed.
 
 Each request ends exactly once and in an expected way, no rank retains state, and every result is
 bit-identical to that of an undisturbed run.
@@ -39,7 +40,7 @@ class Traffic:
         self.numbers = itertools.count()
 
     async def one(self) -> None:
-        """Send one request of a random session. The request may fail, or be aborted after a random
+        """Send one request for a random session. The request can fail, or be aborted after a random
         time.
         """
         number, seed = next(self.numbers), self.random.randrange(SESSIONS)

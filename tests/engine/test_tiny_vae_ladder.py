@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Overload with degradation `tiny_vae` in the real engine: degraded chunks and the return to full
-quality.
+"""Overload with the `tiny_vae` degradation in the real engine: degraded chunks and the return to
+full quality.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ OMNI = {
 
 @dataclass
 class Stream:
-    """The frames and degradations of each chunk of a stream."""
+    """The frames and degradations of each chunk in a stream."""
 
     frames: list[torch.Tensor] = field(default_factory=list)
     degradations: list[list[str]] = field(default_factory=list)
@@ -62,8 +62,8 @@ class Stream:
 def decoded_here(
     checkpoint: Path, latents: list[torch.Tensor], tiny: list[bool]
 ) -> list[torch.Tensor]:
-    """Return the frames of a stream, decoded in this process. `tiny` selects the decoder of each
-    chunk.
+    """Decode a stream's latents in this process and return its frames. `tiny` states for each chunk
+    whether the tiny decoder decodes it.
     """
     layout = find_layout(checkpoint)
     wan = StreamingWanVAE(
@@ -84,9 +84,9 @@ def test_overload_uses_the_tiny_decoder_until_it_ends(causal_wan: Path) -> None:
     """During overload, chunks are decoded by the tiny decoder; afterwards, the streams return to
     full quality.
 
-    The deadlines of several streams are too short to generate even a single chunk. Degraded chunks
-    report their degradations, have the right number of frames, and equal the tiny decoder's output
-    for undegraded latents. A concurrent stream without a deadline is not degraded.
+    Several streams have deadlines that leave too little time to generate even one chunk. Degraded
+    chunks report their degradations, have the right number of frames, and equal the tiny decoder's
+    output for undegraded latents. A concurrent stream without a deadline is not degraded.
     """
     alone, patient = Stream(), Stream()
     watched = [Stream() for _ in range(STREAMS)]
@@ -136,8 +136,8 @@ def test_overload_uses_the_tiny_decoder_until_it_ends(causal_wan: Path) -> None:
         for ours, theirs in zip(
             stream.frames, decoded_here(causal_wan, made, degraded), strict=True
         ):
-            # With a different number of threads, the order of sums may change a pixel by one level
-            # of 255.
+            # With a different number of threads, sums are computed in a different order, which may
+            # change a pixel value by 1.
             assert (ours.int() - theirs.int()).abs().max() <= 1
 
 
@@ -157,7 +157,7 @@ def test_overload_uses_the_tiny_decoder_until_it_ends(causal_wan: Path) -> None:
 def test_decoders_alternate_in_every_configuration(
     causal_wan: Path, omni: dict[str, Any], engine_args: dict[str, Any]
 ) -> None:
-    """The decoders alternate: two chunks that cannot meet their deadline run between chunks that
+    """The decoders alternate: two chunks that cannot meet their deadlines run between chunks that
     can.
     """
     stream, latents = Stream(), []

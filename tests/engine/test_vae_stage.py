@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The VAE as a separate pipeline stage: real engines with one process per rank are bit-identical to
-one rank.
+"""The VAE as a separate pipeline stage: real engines with one process per rank return results that
+are bit-identical to those of one rank.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ async def frames(
     client: EngineClient, name: str, chunks: range = range(CHUNKS), **fields: Any
 ) -> list[torch.Tensor]:
     """Return the decoded frames of a session's chunks. Each chunk is requested while the previous
-    one runs.
+    chunk is running.
     """
     first = {"prompt": "a field", **fields}
     tasks = [

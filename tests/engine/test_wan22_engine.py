@@ -51,8 +51,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 TOLERANCE = {
     name: 1e-4 if "tensor_parallel_size" in flags else 0.0 for name, flags in SETTINGS.items()
 }
-"""Tolerance of each setting. It is 0 for pipeline stages, which compute exactly the same products.
-Ranks that share layers or guidance branches sum in a different order.
+"""Tolerance for each setting. It is 0 for pipeline stages, which compute exactly what one rank
+computes. Ranks that split layers or guidance branches sum in a different order.
 """
 
 
@@ -63,8 +63,8 @@ def i2v(tiny_checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_videos_of_one_batch_equal_the_model_alone(i2v: Path, setting: str) -> None:
-    """Three concurrent image-to-video requests that use both experts equal requests that run by
-    themselves.
+    """Three concurrent image-to-video requests that use both experts return the same videos as
+    requests that run by themselves.
 
     Meanwhile, another request is aborted and one is refused.
     """

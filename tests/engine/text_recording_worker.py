@@ -15,7 +15,7 @@ from vllm_omni.model_executor.models.wan.text_encoder.encoder import TextEncoder
 from vllm_omni.worker import SharedGPUWorker
 
 FOLDER = "OMNI_TEST_TEXTS"
-"""Environment variable with the directory in which each rank writes `rank{N}.jsonl`.
+"""Environment variable that contains the directory where each rank writes `rank{N}.jsonl`.
 
 The first line is the number of parameters of the rank's text encoder. One line [session, chunk,
 digests of the embeddings] follows for each prompt.

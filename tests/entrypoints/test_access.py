@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys, tickets and origins, tested without sockets: the tests call the application as a server
-would and compare the scope that reaches the endpoint.
+would and check the scope that reaches the endpoint.
 
 Tests over real sockets with stock vLLM's key check are in
 tests/entrypoints/webui/test_browser_access.py.
@@ -36,7 +36,7 @@ ENDPOINT = "/omni/ws/walk/along"
 
 
 class GuardedApp:
-    """An application with an endpoint at `/v1/walk/along`, pages, and the guard. `seen` holds the
+    """An application with an endpoint at `/v1/walk/along`, pages, and the guard. `seen` records the
     scopes that reach the endpoint.
     """
 
@@ -94,8 +94,8 @@ class GuardedApp:
         return body["ticket"]
 
     def connect(self, path: str = ENDPOINT, **fields: Any) -> str | int:
-        """Return the first message that a WebSocket handshake gets: `websocket.accept`, or the
-        status of the refusal.
+        """Return the application's first message in response to a WebSocket handshake:
+        `websocket.accept`, or the status of the refusal.
         """
         first = self.call(socket_scope(path, **fields))[0]
         return first.get("status", first["type"])
@@ -111,7 +111,7 @@ def socket_scope(
     """Return a WebSocket scope as uvicorn creates it.
 
     Args:
-        fields: `root_path`, `headers` (a dictionary), or any other key.
+        fields: `root_path`, `headers` (a dictionary), or any other key of the scope.
     """
     headers = raw(fields.pop("headers", {}))
     return {
@@ -172,24 +172,24 @@ def test_keys_come_from_the_command_line_or_the_environment(
     ],
 )
 def test_a_header_identifies_its_key(guarded: GuardedApp, header: str, index: int | None) -> None:
-    """The key in an authorization header is identified whatever the case of the scheme, and no
-    header bytes from a client raise an exception.
+    """The key in an authorization header is identified regardless of the scheme's letter case, and
+    no header bytes from a client cause an exception.
     """
     assert guarded.access.key_index(Headers(raw=raw({"authorization": header}))) == index
     assert guarded.access.key_index(Headers({})) is None
 
 
 def test_a_key_that_is_no_text_is_taken_as_its_bytes() -> None:
-    """A server starts even if a key is not valid UTF-8. The operating system passes such a key with
-    surrogates, and its bytes are used.
+    """A server starts even if a key is not valid UTF-8. Python decodes such a key to a string with
+    surrogate escapes, and the server uses the original bytes.
     """
     access = BrowserAccess(["k\udcff", "plain"], SECRET)
     assert access.needs_key and access.key_index(Headers({"authorization": "Bearer plain"})) == 1
 
 
 def test_without_keys_there_is_nothing_to_guard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without keys, no secret is derived, because deriving it takes time, and none is read from the
-    environment.
+    """Without keys, no secret is derived, because derivation takes time, and no secret is read from
+    the environment.
     """
     # The test fails if `derive_secret` is called.
     monkeypatch.setattr("vllm_omni.entrypoints.limits.access.derive_secret", None)
@@ -214,8 +214,8 @@ def test_a_ticket_represents_its_key(guarded: GuardedApp) -> None:
 
 
 def test_a_key_may_have_characters_beyond_ascii() -> None:
-    """A key may contain characters beyond ASCII. A browser sends the character `ü` in a header as
-    one byte, and a ticket requested with that header is valid for the key.
+    """A key may contain non-ASCII characters. A browser sends the character `ü` in a header as one
+    byte, and a ticket requested with that header is valid for the key.
     """
     guarded = GuardedApp(["schlüssel"])
     assert guarded.send("/work", authorization="Bearer schlüssel")[0] == 200
@@ -225,7 +225,7 @@ def test_a_key_may_have_characters_beyond_ascii() -> None:
 
 
 def test_open_paths_are_the_probes_and_those_of_the_page() -> None:
-    """Without a key, only the probes and the open paths that are added for the page can be used."""
+    """Without a key, a client can use only the probes and the open paths added for the page."""
     guarded = GuardedApp(open_paths=("/page",))
     assert guarded.access.open_paths == OPEN_PATHS | {"/page"}
     assert [guarded.send(path)[0] for path in ("/page", "/health", "/work")] == [200, 200, 401]
@@ -240,7 +240,9 @@ def test_the_ticket_route_takes_posts_only_and_is_not_advertised(guarded: Guarde
 
 
 def test_the_ticket_response_is_complete_and_not_cached(guarded: GuardedApp) -> None:
-    """The response with a ticket is complete and must not be cached."""
+    """The response contains the ticket and its lifetime, or states that no ticket is required.
+    Either response carries `Cache-Control: no-store`.
+    """
     status, body, headers = guarded.send(TICKET_PATH, "POST", authorization=f"Bearer {KEYS[1]}")
     assert status == 200 and headers["cache-control"] == "no-store"
     assert (
@@ -252,7 +254,7 @@ def test_the_ticket_response_is_complete_and_not_cached(guarded: GuardedApp) -> 
 
 
 def test_a_refusal_has_the_text_of_stock_vllm(guarded: GuardedApp) -> None:
-    """A refused request or WebSocket gets the same text as from stock vLLM."""
+    """A refused request or WebSocket gets the same text that stock vLLM returns."""
     assert guarded.send("/work")[:2] == (401, {"error": "Unauthorized"})
     start, body = guarded.call(socket_scope("/v1/walk/along"))[:2]
     assert (start["type"], start["status"]) == ("websocket.http.response.start", 401)
@@ -297,8 +299,8 @@ def test_paths_are_compared_without_the_root_path(
 
 @pytest.mark.parametrize("root", ["", "/at"])
 def test_the_endpoint_gets_its_path_and_no_ticket(guarded: GuardedApp, root: str) -> None:
-    """The endpoint gets its own path and no ticket. The origin, other headers, subprotocols and
-    query are unchanged and in order.
+    """The endpoint gets its own path and no ticket. The origin and the other headers, subprotocols
+    and query parameters reach the endpoint unchanged and in order.
     """
     ticket = guarded.ticket(KEYS[1], origin=ORIGIN)
     scope = socket_scope(
@@ -332,7 +334,7 @@ def test_the_endpoint_gets_its_path_and_no_ticket(guarded: GuardedApp, root: str
 
 
 def test_optional_keys_of_a_scope_may_be_absent(guarded: GuardedApp) -> None:
-    """The guard works if optional keys of the scope are absent."""
+    """The guard works even if the scope's optional keys are absent."""
     scope = socket_scope(ENDPOINT, headers={"authorization": f"Bearer {KEYS[0]}"})
     for name in (
         "root_path",
@@ -351,8 +353,8 @@ def test_optional_keys_of_a_scope_may_be_absent(guarded: GuardedApp) -> None:
 
 
 def test_a_key_on_the_browser_path_is_passed_on(guarded: GuardedApp) -> None:
-    """A program may send its key on the browser path, and the key is passed on. A ticket that is
-    sent together with the key is not used up.
+    """A program may send its key on the browser path, and the guard passes it on to the
+    application. A ticket sent together with the key is not used up.
     """
     ticket = guarded.ticket()
     headers = {"authorization": f"Bearer {KEYS[1]}", "x-more": "1"}
@@ -463,7 +465,7 @@ def test_a_page_of_another_origin_cannot_use_the_server(
     method: str, path: str, headers: dict[str, str], status: int
 ) -> None:
     """`Origin` and `Sec-Fetch-Site` determine whether a page may use the server. A page of another
-    origin may not, but links to pages, listed origins and programs are accepted.
+    origin may not use it, but links to pages, listed origins and programs are accepted.
     """
     app = FastAPI()
     for route in ("/work", "/page"):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests with slow bodies end with 408, whatever the route does with the body. Other bodies are
-not affected.
+"""Requests with slow bodies end with 408, whatever the route does with the body. Requests with
+other bodies are not affected.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ LARGE = 64 << 20
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> FastAPI:
-    """Return an application in which `/length` returns the length of the request body and `/large`
-    sends a file.
+    """Return an application with two routes: `/length` returns the length of the request body, and
+    `/large` sends a file.
     """
     app = FastAPI()
     large: Path = tmp_path_factory.mktemp("download") / "large"
@@ -82,7 +82,7 @@ def post(
     port: int, parts: list[bytes], pause_s: float, path: str = "/length"
 ) -> tuple[bytes, float]:
     """Send a body in pieces. Return all bytes received until the server closes the connection, and
-    the time until then.
+    the time that this took.
     """
     length = sum(map(len, parts))
     started_s = time.monotonic()
@@ -118,9 +118,9 @@ def post(
 
 
 def test_a_client_that_sends_all_before_it_reads_gets_its_response(port: int) -> None:
-    """A client that sends its whole body before it reads gets its response. If the server closed
-    the connection while bytes were unread, the connection would be reset, and a client such as
-    urllib would not see the response.
+    """A client that sends its whole request body before it reads still gets its response. If the
+    server closed the connection while bytes were unread, the connection would be reset, and a
+    client such as urllib would not see the response.
     """
     length = 16 << 20
     with socket.create_connection(("127.0.0.1", port), timeout=seconds(10)) as sock:
@@ -162,7 +162,7 @@ def send_until_cut(sock: socket.socket, data: bytes) -> None:
 
 def test_a_response_does_not_wait_for_a_missing_body(port: int) -> None:
     """A response is sent immediately even if the body is still missing, and the rest of the body
-    has a separate limit.
+    has a separate time limit.
     """
     response, took_s = post(port, [b"x" * 100, b"x"], 60.0, "/refused")
     assert response.endswith(b"no room") and took_s < GRACE_S + seconds(2)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions of vLLM's front end reach endpoints as `RequestFailed`. The caller of a composed
-engine also gets the name of the engine that failed.
+"""Exceptions raised by vLLM's front end reach endpoints as `RequestFailed`. If a composed engine is
+served, the exception also names the engine that failed.
 """
 
 import asyncio
@@ -55,8 +55,8 @@ class RaisingClient:
 
 @pytest.mark.parametrize(("error", "code"), REFUSALS)
 def test_an_endpoint_gets_one_type_of_failure(error: Exception, code: str) -> None:
-    """An endpoint gets every failure as one exception type, whose code determines what happens
-    next: `capacity` is temporary, and `run_when_room` waits until there is room.
+    """Every failure reaches an endpoint as a `RequestFailed`, and its code determines what happens
+    next. For example, `capacity` is temporary, so `run_when_room` waits until a session fits.
     """
 
     async def scenario() -> None:
@@ -72,8 +72,8 @@ def test_an_endpoint_gets_one_type_of_failure(error: Exception, code: str) -> No
 def test_a_rank_of_several_fails_in_the_same_way(
     monkeypatch: pytest.MonkeyPatch, error: Exception, code: str
 ) -> None:
-    """With several ranks, results are read from vLLM's queue instead of from `encode`, and failures
-    are reported in the same way.
+    """With several ranks, results are read from vLLM's queue rather than from `encode`, but
+    failures are reported with the same codes as with a single rank.
     """
     from vllm_omni.entrypoints.engine import client as module
     from vllm_omni.entrypoints.engine.session_placement import SessionPlacement
@@ -119,8 +119,8 @@ def test_a_rank_of_several_fails_in_the_same_way(
 def test_a_failure_of_a_composed_engine_names_it(
     method: str, error: Exception, raised: type[Exception], words: str
 ) -> None:
-    """A composed engine raises a different exception for a refusal, a failure, and a dead engine.
-    The message of each exception names the engine that failed.
+    """A composed engine raises different exceptions for a refusal, a failure and a dead engine.
+    Each message names the engine that failed.
     """
 
     async def call(engine: ComposedEngine) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EngineWatch` in a real server process without an engine: exit status, notification, and a normal
-stop.
+"""Tests of `EngineWatch` in a real server process without an engine: exit status, notification and
+normal shutdown.
 """
 
 import os
@@ -66,7 +66,7 @@ uvloop.run(main())
 
 
 class Serving:
-    """A server and two sleeping processes, which represent its engine core and a worker. `is_dead`
+    """A server and two sleeping processes that stand in for its engine core and a worker. `is_dead`
     checks only the engine core.
     """
 
@@ -112,7 +112,7 @@ def serving() -> Iterator[Serving]:
 
 
 def test_a_dead_engine_ends_the_server_with_its_status(serving: Serving) -> None:
-    """When the engine dies, the notification is sent first. The server then exits with the
+    """When the engine dies, the server first sends the notification. It then exits with the
     documented status and without a traceback.
     """
     serving.engine.kill()
@@ -123,7 +123,7 @@ def test_a_dead_engine_ends_the_server_with_its_status(serving: Serving) -> None
 
 def test_a_dead_worker_is_reported_before_the_engine_core_ends(serving: Serving) -> None:
     """A dead worker is reported immediately, although vLLM's engine core waits several seconds for
-    the other workers. When the server exits, the rest of the engine is killed.
+    the other workers. When the server exits, the engine's remaining processes are killed.
     """
     killed_s = time.monotonic()
     serving.worker.kill()
@@ -136,11 +136,11 @@ def test_a_dead_worker_is_reported_before_the_engine_core_ends(serving: Serving)
 
 
 def test_a_stopped_engine_is_killed_after_the_time_limit(serving: Serving) -> None:
-    """An engine stopped by SIGSTOP is treated as dead and killed after a time limit. An engine that
-    continues within the limit is not affected.
+    """An engine that stays stopped by SIGSTOP beyond a time limit is reported as dead and killed.
+    An engine that resumes within the limit is left running.
     """
     serving.engine.send_signal(signal.SIGSTOP)
-    exactly(0.5)  # half of the time limit of a stopped engine
+    exactly(0.5)  # half the time limit for a stopped engine
     serving.engine.send_signal(signal.SIGCONT)
     pause(1.2)
     assert serving.process.poll() is None
@@ -153,6 +153,6 @@ def test_a_stopped_engine_is_killed_after_the_time_limit(serving: Serving) -> No
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_that_is_stopped_exits_with_0(serving: Serving, how: signal.Signals) -> None:
-    """When a server is stopped, its engine ends first, and the engine is not reported as dead."""
+    """When a server is stopped, its engine ends first and is not reported as dead."""
     os.kill(serving.process.pid, how)
     assert serving.end()[:2] == (0, "")

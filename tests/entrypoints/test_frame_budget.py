@@ -25,8 +25,8 @@ BURST = int(BUDGET.burst)
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """Start a server with this limit. `/count` responds to each message with its length, and
-    `/late` accepts the connection after a delay.
+    """Start a server that limits the rate of small frames. `/count` replies to each message with
+    the message's length, and `/late` accepts a connection only after a delay.
     """
     app = FastAPI()
 
@@ -50,7 +50,7 @@ def port() -> Iterator[int]:
 
 
 def fragments(total: int, size: int) -> bytes:
-    """Return one binary message of `total` bytes in fragments of `size`."""
+    """Return one binary message of `total` bytes, split into fragments of `size` bytes."""
     parts = []
     for start in range(0, total, size):
         opcode = Opcode.CONT if start else Opcode.BINARY
@@ -69,8 +69,8 @@ def read_on(client: ClientConnection) -> None:
     ids=str,
 )
 def test_fragments_within_the_budget_are_one_message(port: int, total: int, size: int) -> None:
-    """A message may have any number of fragments of at least 1 KiB, and as many smaller fragments
-    as the burst allows.
+    """A message can have any number of fragments of 1 KiB or more, and as many smaller fragments as
+    the burst allows.
     """
     with connect(f"ws://127.0.0.1:{port}/count", compression=None) as client:
         client.socket.sendall(fragments(total, size))
@@ -78,8 +78,8 @@ def test_fragments_within_the_budget_are_one_message(port: int, total: int, size
 
 
 def test_the_budget_comes_back_with_time(port: int) -> None:
-    """The budget refills over time, so a client that pauses may send more small frames in total
-    than the burst.
+    """The budget refills over time, so a client that pauses can send more small frames in total
+    than the burst allows.
     """
     ping = Frame(Opcode.PING, b"").serialize(mask=True)
     with connect(f"ws://127.0.0.1:{port}/count", compression=None) as client:
@@ -95,8 +95,8 @@ def test_the_budget_comes_back_with_time(port: int) -> None:
     "opcode", [Opcode.PING, Opcode.PONG, Opcode.BINARY], ids=lambda opcode: opcode.name
 )
 def test_a_flood_is_closed_with_1008_and_a_reason(port: int, opcode: Opcode) -> None:
-    """A flood of whole messages or control frames is closed with 1008 and a reason, even if the
-    client continues to send.
+    """A connection flooded with whole messages or control frames is closed with 1008 and a reason,
+    even if the client keeps sending.
     """
     flood = Frame(opcode, b"x").serialize(mask=True) * 100_000
     with connect(f"ws://127.0.0.1:{port}/count", compression=None) as client:
@@ -109,8 +109,8 @@ def test_a_flood_is_closed_with_1008_and_a_reason(port: int, opcode: Opcode) -> 
 
 
 def test_a_flood_is_hardly_parsed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a client floods the server with frames, at most the frames of one second plus one slice
-    are parsed.
+    """When a client floods the server with frames, the server parses at most the frames allowed in
+    one second, plus those in one slice of received bytes.
     """
     parsed: list[Frame] = []
     take = Protocol.recv_frame
@@ -132,9 +132,9 @@ def test_a_flood_is_hardly_parsed(port: int, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_flood_during_the_handshake_is_disconnected(
     port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A client that floods the server during the handshake is disconnected, because there is no
-    WebSocket to close yet. If the application accepts the connection afterwards, no error is
-    raised.
+    """A client that floods the server during the handshake is disconnected without a close code,
+    because there is no WebSocket to close yet. If the application accepts the connection
+    afterwards, no error is raised.
     """
     caplog.set_level(logging.ERROR)
     head = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages that are written together arrive as if each had been written separately."""
+"""Messages written together arrive as if they had been written separately."""
 
 import asyncio
 import socket
@@ -25,7 +25,7 @@ PIXELS = np.arange(3 << 20, dtype=np.uint8)
 
 @pytest.fixture(scope="module")
 def writes() -> list[list[int]]:
-    """Record the buffer sizes of each `writelines` call of the server's transports."""
+    """Record the buffer sizes of each `writelines` call that the server's transports receive."""
     return []
 
 
@@ -103,8 +103,8 @@ def port(request: pytest.FixtureRequest, writes: list[list[int]]) -> Iterator[in
 @pytest.mark.parametrize("opcode", [Opcode.TEXT, Opcode.BINARY])
 @pytest.mark.parametrize("num_bytes", [0, 1, 125, 126, 127, 65535, 65536, 1 << 20])
 def test_headers_are_those_of_the_library(opcode: Opcode, num_bytes: int) -> None:
-    """The frame headers equal those of the `websockets` library at each length at which the
-    encoding changes.
+    """At each length where the encoding changes, the frame header equals the one that the
+    `websockets` library writes.
     """
     whole = Frame(opcode, bytes(num_bytes)).serialize(mask=False)
     assert frame_header(opcode, num_bytes) == whole[: len(whole) - num_bytes]
@@ -113,8 +113,8 @@ def test_headers_are_those_of_the_library(opcode: Opcode, num_bytes: int) -> Non
 def test_messages_of_a_group_arrive_one_by_one_and_in_order(
     port: int, writes: list[list[int]]
 ) -> None:
-    """Bytes, buffers and texts of any length are sent in one write and arrive in order, before
-    later messages.
+    """Bytes, buffers and text are sent in a single write, whatever their lengths. They arrive in
+    order, before any later message.
     """
     writes.clear()
     with connect(f"ws://127.0.0.1:{port}/group", compression=None, max_size=None) as client:
@@ -126,8 +126,8 @@ def test_messages_of_a_group_arrive_one_by_one_and_in_order(
 
 
 def test_compressed_connections_do_not_offer_grouped_writes(writes: list[list[int]]) -> None:
-    """A compressed connection does not offer grouped writes, because only the library can write
-    compressed frames.
+    """A compressed connection does not offer grouped writes, because only the `websockets` library
+    can write compressed frames.
     """
     for port in served(writes, ws_per_message_deflate=True):
         with connect(f"ws://127.0.0.1:{port}/group", max_size=None) as client:
@@ -135,8 +135,8 @@ def test_compressed_connections_do_not_offer_grouped_writes(writes: list[list[in
 
 
 def test_nothing_is_sent_after_a_close(port: int, writes: list[list[int]]) -> None:
-    """After a connection is closed, nothing is sent, and sending raises ClientDisconnected in the
-    application.
+    """After a connection is closed, nothing more is sent, and a later send by the application
+    raises ClientDisconnected.
     """
     writes.clear()
     with connect(f"ws://127.0.0.1:{port}/late", compression=None) as client:
@@ -146,8 +146,8 @@ def test_nothing_is_sent_after_a_close(port: int, writes: list[list[int]]) -> No
 
 
 def test_a_send_waits_for_a_reader(port: int, writes: list[list[int]]) -> None:
-    """Sending a message waits until there is room in the buffer. An empty send waits until the
-    kernel has taken all bytes.
+    """A send waits until the buffer has room for the message. An empty send waits until the kernel
+    has taken all buffered bytes.
     """
     writes.clear()
     lines = ["GET /waiting HTTP/1.1", "Host: x", "Upgrade: websocket", "Connection: Upgrade"]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM to a server that has `GracefulStop` but no engine: which requests are finished or
-refused, and the time limit.
+"""When a server with `GracefulStop` but no engine receives SIGTERM, it finishes some requests,
+refuses others, and stops within a time limit.
 """
 
 import json
@@ -50,8 +50,8 @@ app.state.server.run()
 
 
 class Stopping:
-    """A server whose requests take `work_s`, whose endpoints finish `finish_s` after SIGTERM, and
-    whose time limit for stopping is `timeout_s`.
+    """A server whose requests take `work_s` and whose endpoints need `finish_s` to finish after
+    SIGTERM. The time limit for stopping is `timeout_s`.
     """
 
     def __init__(self, work_s: float, finish_s: float, timeout_s: float) -> None:
@@ -98,8 +98,8 @@ def start() -> Iterator[Callable[..., Stopping]]:
 
 
 def test_work_in_flight_is_finished_and_new_work_refused(start: Callable[..., Stopping]) -> None:
-    """After SIGTERM, a running request gets its response, probes report `draining`, and the server
-    exits with 0.
+    """After SIGTERM, a running request still gets its response, probes report `draining`, and the
+    server exits with status 0.
     """
     server = start(work_s=1.5)
     responses: list[tuple[int, str]] = []
@@ -120,8 +120,8 @@ def test_work_in_flight_is_finished_and_new_work_refused(start: Callable[..., St
 def test_the_time_is_bounded_and_a_second_signal_ends_it_at_once(
     start: Callable[..., Stopping],
 ) -> None:
-    """Endpoints that never finish delay the exit until `timeout_s` has passed or a second signal
-    arrives.
+    """Endpoints that never finish delay the exit only until `timeout_s` seconds have passed or a
+    second signal arrives.
     """
     bounded = start(finish_s=60.0, timeout_s=1.0)
     impatient = start(finish_s=60.0, timeout_s=60.0)

@@ -21,8 +21,8 @@ MOST_HEADERS = 40
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """Start a server in the way that vLLM does. `/echo` is a WebSocket, and `/body` returns the
-    number of body bytes received.
+    """Start a server as vLLM does. `/echo` is a WebSocket endpoint, and `/body` returns the number
+    of body bytes received.
     """
     app = FastAPI()
     app.state.args = Namespace(h11_max_header_count=MOST_HEADERS)
@@ -67,8 +67,8 @@ def request(headers: bytes, body: bytes = b"") -> bytes:
 
 
 def test_headers_without_an_end_close_the_connection(port: int) -> None:
-    """If a client sends headers that never end, the server buffers at most 64 KiB before it closes
-    the connection, even after an earlier request on the same connection.
+    """If a client sends headers that never end, the server closes the connection after buffering at
+    most 64 KiB. The limit also applies if the connection has already carried a complete request.
     """
     first = b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
     endless = b"".join(b"X-%07d: %s\r\n" % (number, b"a" * 1000) for number in range(2000))
@@ -87,8 +87,8 @@ def test_headers_are_counted(port: int, count: int, status: bytes) -> None:
 
 
 def test_a_long_header_and_a_large_body_are_accepted(port: int) -> None:
-    """A long header and a large body are accepted, because the header limit does not apply to
-    bodies, with or without chunked encoding.
+    """A long header and a large body are accepted. The header limit does not apply to bodies, with
+    or without chunked encoding.
     """
     assert b'"3000000 bytes"' in response(
         port, request(b"X-Long: %s\r\n" % (b"a" * 60_000), b"b" * 3_000_000)
@@ -114,8 +114,8 @@ def test_a_websocket_handshake_has_the_same_limits(port: int) -> None:
 
 
 def test_the_defaults_are_those_of_vllm() -> None:
-    """The constants equal vLLM's defaults. If vLLM changed a default, the new value would be
-    mistaken for the operator's setting.
+    """The constants equal vLLM's defaults. If vLLM changed a default, this package would mistake
+    the new default for a value set by the operator.
     """
     args = serve_parser().parse_args(["serve", "model"])
     assert (args.h11_max_incomplete_event_size, args.h11_max_header_count) == (

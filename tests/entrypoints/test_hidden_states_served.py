@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hidden states over HTTP from a stock `vllm serve` of a text model with this package's worker,
-scheduler and endpoint plugin.
+"""Tests of hidden states over HTTP from a stock `vllm serve`, which runs a text model with this
+package's worker, scheduler and endpoint plugin.
 
 All tests share one server, which exports spans to a collector in this process. One of the server's
 API keys has a small quota.
@@ -145,8 +145,8 @@ def reference(model: Path, token_ids: list[int]) -> tuple[torch.Tensor, ...]:
 
 
 def assert_equal_transformers(server: Server, states: HiddenStates) -> None:
-    """Assert that there are hidden states for every token except the last, and that they equal
-    those of a forward pass of transformers (fp32: 1e-4).
+    """Assert that every token except the last has hidden states, and that they match those of a
+    forward pass in Hugging Face Transformers (tolerance in fp32: 1e-4).
     """
     expected = reference(server.model, states.token_ids.tolist())
     assert states.positions.tolist() == list(range(len(states.positions)))
@@ -155,8 +155,8 @@ def assert_equal_transformers(server: Server, states: HiddenStates) -> None:
 
 
 def test_a_completion_is_stock_and_its_hidden_states_can_be_fetched(server: Server) -> None:
-    """Requesting hidden states does not change the generated text. The hidden states equal those of
-    a transformers forward pass over prompt and completion.
+    """Requesting hidden states does not change the generated text. The hidden states match those of
+    a Hugging Face Transformers forward pass over the prompt and the completion.
     """
     plain = server.post("/v1/completions", prompt=PROMPT).json()
     requested = server.post("/v1/completions", prompt=PROMPT, vllm_xargs=REQUESTED).json()
@@ -173,7 +173,7 @@ def test_a_completion_is_stock_and_its_hidden_states_can_be_fetched(server: Serv
 
 
 def test_chat_streams_text_and_hidden_states_follow(server: Server) -> None:
-    """The server-sent events of a streamed chat are the same as from stock vLLM, and the hidden
+    """A streamed chat completion has the same server-sent events as in stock vLLM, and its hidden
     states are available after the last event.
     """
     body = {"messages": [{"role": "user", "content": PROMPT}]}
@@ -227,7 +227,7 @@ def test_a_choice_without_hidden_states_gets_none(server: Server) -> None:
 def test_a_wrong_request_is_a_client_error(
     server: Server, omni: str, status: int, named: str, stream: bool
 ) -> None:
-    """The error for an invalid request contains the reason, and other requests are not affected."""
+    """The error for an invalid request states the reason, and other requests are not affected."""
     response = server.post(
         "/v1/completions", prompt=PROMPT, vllm_xargs={"omni": omni}, stream=stream
     )
@@ -238,8 +238,8 @@ def test_a_wrong_request_is_a_client_error(
 
 
 def test_too_many_positions_are_a_client_error(server: Server) -> None:
-    """A request for more than 200 positions is refused. The same request without hidden states
-    succeeds.
+    """A request for the hidden states of more than 200 positions is refused. The same request
+    without hidden states succeeds.
     """
     response = server.post("/v1/completions", prompt="sea " * 100, vllm_xargs=REQUESTED)
     assert response.status_code == 400 and "max_hidden_states_bytes" in response.text
@@ -252,8 +252,8 @@ def test_an_unknown_id_is_not_found(server: Server) -> None:
 
 
 def test_responses_and_log_lines_have_the_request_id(server: Server) -> None:
-    """The client's request id, or a new id, appears in responses from vLLM's and this package's
-    routes, and in the access log.
+    """The client's request id, or a new id if the client sends none, appears in the access log and
+    in responses from both vLLM's and this package's routes.
     """
     mine = {"X-Request-Id": "mine-1"}
     responses = [
@@ -278,7 +278,7 @@ def test_responses_and_log_lines_have_the_request_id(server: Server) -> None:
 
 
 def test_a_request_is_a_span_of_the_callers_trace(server: Server, collector: Collector) -> None:
-    """vLLM's own span of a request has the caller's span as its parent."""
+    """vLLM's own span for a request is a child of the caller's span."""
     response = server.post(
         "/v1/completions", {"traceparent": TRACEPARENT}, prompt=PROMPT, vllm_xargs=REQUESTED
     )
@@ -290,7 +290,7 @@ def test_a_request_is_a_span_of_the_callers_trace(server: Server, collector: Col
 
 
 def test_a_key_beyond_its_quota_is_refused(server: Server) -> None:
-    """The third request within a minute gets 429 with a retry time, and other clients are not
+    """The third request within a minute gets 429 and a retry time. Other clients are not
     affected.
     """
     small = {"Authorization": f"Bearer {SMALL_KEY}"}
@@ -306,10 +306,10 @@ def test_a_key_beyond_its_quota_is_refused(server: Server) -> None:
 
 
 def test_a_client_that_leaves_frees_its_request(server: Server) -> None:
-    """A disconnect aborts the request as in stock vLLM and leaves no hidden states.
+    """A disconnect aborts the request as in stock vLLM and leaves no hidden states in the store.
 
-    The request has many choices, of which only four run at a time, so that on any machine the last
-    choice waits for seconds after the first token.
+    The request has many choices, of which only four run at a time. On any machine, the last choice
+    therefore starts several seconds after the first token.
     """
     choices = 64
     body = {
@@ -337,8 +337,8 @@ def test_a_client_that_leaves_frees_its_request(server: Server) -> None:
 
 
 def test_the_online_example_prints_text_and_shapes(server: Server, tmp_path: Path) -> None:
-    """The online example runs from its command line, prints text and shapes, and writes a file that
-    can be read.
+    """The online example, run from the command line, prints text and shapes and writes a readable
+    file.
     """
     script = Path(__file__).parents[2] / "examples" / "online_serving" / "hidden_states.py"
     out = tmp_path / "states.safetensors"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HiddenStatesStore returns each result once, limits the number of stored bytes, and deletes
-results after some seconds.
+"""`HiddenStatesStore` returns each result once, limits the number of bytes stored, and deletes
+expired results.
 """
 
 import pytest
@@ -21,7 +21,7 @@ class Clock:
 
 
 def states(value: float, num_rows: int = 2) -> HiddenStates:
-    """Return hidden states for `num_rows` positions of 16 bytes each."""
+    """Return hidden states for `num_rows` positions. Each position takes up 16 bytes."""
     return HiddenStates(
         {-1: torch.full((num_rows, 4), float(value))},
         torch.arange(num_rows),
@@ -46,8 +46,8 @@ def store(clock: Clock) -> HiddenStatesStore:
 
 
 def store_results(store: HiddenStatesStore, request_id: str, *values: float | None) -> None:
-    """Store the results of a request with one completion per value. None represents a completion
-    without hidden states.
+    """Store the results of a request that has one completion per value. None represents a
+    completion without hidden states.
     """
     store.open_request(request_id)
     store.end(
@@ -68,8 +68,8 @@ def test_each_choice_can_be_fetched_once(store: HiddenStatesStore) -> None:
 
 
 def test_results_belong_to_their_key(store: HiddenStatesStore) -> None:
-    """Two keys that use the same request id have separate results, because clients may choose
-    request ids.
+    """Clients can choose their request ids, so two API keys that use the same request id have
+    separate results.
     """
     for principal, number in (("a", 1.0), ("b", 2.0)):
         store.open_request("chatcmpl-x", principal)
@@ -96,21 +96,21 @@ def test_choices_of_several_prompts_are_numbered_consecutively(store: HiddenStat
 
 
 def test_a_choice_never_gets_another_result(store: HiddenStatesStore) -> None:
-    """The index of a choice that has no hidden states or whose hidden states were evicted stays
-    empty and is never assigned to another result.
+    """If a choice has no hidden states, or its hidden states were evicted, its index stays empty
+    and is never assigned to another result.
     """
     store_results(store, "cmpl-a-0", None, None)
     store_results(store, "cmpl-a-1", None, 4)
     assert [code_of(store, "cmpl-a", index) for index in (0, 1, 2)] == ["not_found"] * 3
     assert value(store.fetch("cmpl-a", 3)) == 4
-    for number in range(4):  # 100 bytes hold three results of 32
+    for number in range(4):  # 100 bytes hold three results of 32 bytes
         store_results(store, f"cmpl-b-{number}", number)
     assert code_of(store, "cmpl-b", 0) == "not_found"
     assert [value(store.fetch("cmpl-b", index)) for index in (1, 2, 3)] == [1, 2, 3]
 
 
 def test_similar_request_ids_are_separate(store: HiddenStatesStore) -> None:
-    """`X-Request-Id: walk` and `X-Request-Id: walk-7` are different requests."""
+    """`X-Request-Id: walk` and `X-Request-Id: walk-7` identify different requests."""
     store_results(store, "chatcmpl-walk-7", 7)
     store.open_request("chatcmpl-walk-8")
     store_results(store, "chatcmpl-walk", 1)
@@ -122,7 +122,7 @@ def test_similar_request_ids_are_separate(store: HiddenStatesStore) -> None:
 
 def test_a_running_request_is_not_finished(store: HiddenStatesStore) -> None:
     """A running request is not reported as finished, even if another request with the same id has
-    ended.
+    finished.
     """
     store.open_request("chatcmpl-a")
     assert code_of(store, "chatcmpl-a") == "not_finished"
@@ -142,8 +142,8 @@ def test_results_expire(store: HiddenStatesStore, clock: Clock) -> None:
 
 
 def test_the_oldest_results_are_evicted(store: HiddenStatesStore) -> None:
-    """The oldest results are evicted: with a limit of 100 bytes, the three newest results of 32
-    bytes are kept.
+    """The oldest results are evicted first: with a limit of 100 bytes, the three newest 32-byte
+    results remain.
     """
     for i, name in enumerate("abcd"):
         store_results(store, name, i)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The body of a request that offers a protocol upgrade is not lost, and WebSockets are still
-upgraded.
-"""
+"""A request that offers a protocol upgrade keeps its body, and WebSocket upgrades still work."""
 
 import socket
 from argparse import Namespace
@@ -24,9 +22,7 @@ UPGRADE = (
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """Start a server in the way that vLLM does. By default, uvicorn would use the httptools
-    parser.
-    """
+    """Start a server as vLLM does. By default, uvicorn would use httptools as its HTTP parser."""
     app = FastAPI()
 
     @app.api_route("/length", methods=["POST", "PUT", "PATCH", "DELETE"])
@@ -45,7 +41,7 @@ def port() -> Iterator[int]:
 
 
 def send(sock: socket.socket, head: str, body: bytes) -> tuple[bytes, bytes]:
-    """Send a request, and return the status and the body of the response."""
+    """Send a request, and return the response's status and body."""
     sock.settimeout(seconds(10))
     sock.sendall(f"{head}\r\n\r\n".encode() + body)
     response = b""
@@ -60,8 +56,8 @@ def send(sock: socket.socket, head: str, body: bytes) -> tuple[bytes, bytes]:
 def test_a_body_arrives_with_any_offered_upgrade(
     port: int, method: str, chunked: bool, upgrade: str
 ) -> None:
-    """A request body arrives whatever upgrade the client offers, and the connection stays open. For
-    example, Java's HttpClient offers h2c with every request.
+    """The request body arrives and the connection stays open, whatever upgrade the client offers.
+    For example, Java's HttpClient offers h2c with every request.
     """
     body = b"x" * 100_000
     framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients use the proxy from the environment for servers on other machines, but not for servers on
-the same machine.
+"""Clients use the proxy set in the environment for servers on other machines, but not for servers
+on the same machine.
 """
 
 import ast
@@ -58,8 +58,8 @@ def port() -> Iterator[int]:
 def test_the_demo_finds_its_server_in_spite_of_a_proxy(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The demo contacts its server directly even if the environment names a proxy. Through the
-    proxy, it would wait ten minutes for the server.
+    """The demo contacts its server directly even if a proxy is set in the environment. Through the
+    proxy, the demo would wait ten minutes for the server.
     """
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
@@ -68,7 +68,7 @@ def test_the_demo_finds_its_server_in_spite_of_a_proxy(
 
 
 def calls(path: Path) -> Iterator[tuple[str, set[str | None]]]:
-    """Yield (function name, names of keyword arguments) for each call in a file."""
+    """Yield the function name and the keyword argument names of each call in a file."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func), {keyword.arg for keyword in node.keywords}
@@ -76,8 +76,9 @@ def calls(path: Path) -> Iterator[tuple[str, set[str | None]]]:
 
 @pytest.mark.parametrize("folder", ["vllm_omni", "examples", "benchmarks", "scripts"])
 def test_every_client_sets_its_use_of_a_proxy(folder: str) -> None:
-    """Every client states explicitly whether it uses a proxy, because `urlopen` and httpx read the
-    environment. The test regards a call of `connect` with `max_size` as a WebSocket client.
+    """Every client states explicitly whether it uses a proxy, because `urlopen` and httpx would
+    otherwise take the proxy from the environment. The test counts any `connect` call with a
+    `max_size` argument as a WebSocket client.
     """
     files = [*(REPO / folder).rglob("*.py")]
     assert files

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MP4 encoding, decoding and contact sheets."""
+"""Tests of MP4 encoding, MP4 decoding and contact sheets."""
 
 import io
 import re
@@ -26,15 +26,15 @@ def moving_square(num_frames: int, height: int = 48, width: int = 64) -> np.ndar
 
 @pytest.mark.parametrize("num_frames", [1, 9, 12])
 def test_every_frame_survives_the_round_trip(num_frames: int) -> None:
-    """After encoding and decoding, frames are complete, in order, and equal within the loss of
-    H.264.
+    """After encoding and decoding, all frames are present and in order, and differ from the
+    originals only by H.264's loss.
     """
     frames_THWC = moving_square(num_frames)
     back_THWC, fps = decode_mp4(encode_mp4(frames_THWC, fps=16))
     assert back_THWC.shape == frames_THWC.shape
     assert fps == 16
     error = np.abs(back_THWC.astype(int) - frames_THWC.astype(int)).mean(axis=(1, 2, 3))
-    # The tolerance covers chroma, which is stored at half the resolution. A frame out of order
+    # The tolerance allows for chroma being stored at half the resolution. A frame out of order
     # would differ by more than 10.
     assert error.max() < 6
     assert np.abs(frames_THWC[0].astype(int) - np.roll(frames_THWC[0], 16, axis=1)).mean() > 10
@@ -55,7 +55,7 @@ def test_the_index_is_in_front_and_the_first_frame_is_a_key_frame() -> None:
 
 
 def test_a_fractional_rate_survives() -> None:
-    """A fractional frame rate, for example NTSC rates with the denominator 1001, survives encoding
+    """A fractional frame rate, for example an NTSC rate with denominator 1001, survives encoding
     and decoding.
     """
     _, fps = decode_mp4(encode_mp4(moving_square(3), fps=30000 / 1001))
@@ -63,8 +63,8 @@ def test_a_fractional_rate_survives() -> None:
 
 
 def test_odd_sides_are_padded_by_one() -> None:
-    """Odd sides are padded by repeating the last row or column, because yuv420p requires even
-    sides.
+    """An odd height or width is padded by repeating the last row or column, because yuv420p
+    requires even sides.
     """
     back_THWC, _ = decode_mp4(encode_mp4(moving_square(2, 47, 63), fps=16))
     assert back_THWC.shape == (2, 48, 64, 3)
@@ -83,8 +83,8 @@ def test_odd_sides_are_padded_by_one() -> None:
     ],
 )
 def test_a_clip_is_read_as_players_show_it(a: int, b: int, c: int, d: int, corners: str) -> None:
-    """A clip is read as video players show it: the display matrix in a phone's clip, which rotates
-    or mirrors the stored frames, is applied.
+    """When a phone's clip is read, its display matrix is applied, as in video players. The matrix
+    rotates or mirrors the stored frames.
     """
     frame_HWC = np.zeros((48, 64, 3), np.uint8)
     frame_HWC[:24, :32, 0] = frame_HWC[:24, 32:, 1] = frame_HWC[24:, :32, 2] = 255
@@ -105,7 +105,7 @@ def test_a_clip_is_read_as_players_show_it(a: int, b: int, c: int, d: int, corne
     ("ratio", "shape"), [(Fraction(4, 3), (48, 85)), (Fraction(1, 2), (96, 64))]
 )
 def test_pixels_that_are_not_square_are_stretched(ratio: Fraction, shape: tuple[int, int]) -> None:
-    """Frames with non-square pixels of 4:3 are widened, as in video players."""
+    """Frames with a pixel aspect ratio other than 1:1 are stretched, as in video players."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=16)
@@ -117,11 +117,11 @@ def test_pixels_that_are_not_square_are_stretched(ratio: Fraction, shape: tuple[
 
 
 def test_equal_frames_make_equal_files(tmp_path: Path) -> None:
-    """Equal frames give bit-identical files, however the frames are divided into calls and whatever
-    the memory contained before.
+    """Equal frames produce bit-identical files, regardless of how the frames are split across calls
+    and of what the memory contained before.
 
-    With macroblock-tree rate control and AVX-512, one file in a hundred differed. The test takes
-    more than a second, so it would also detect a creation time in the file.
+    With macroblock-tree rate control and AVX-512, one file in a hundred had different bytes. The
+    test runs for more than a second, so it would also detect a creation time in the file.
     """
     noise = np.random.default_rng(0).integers(0, 32, (33, 96, 160, 3), dtype=np.uint8)
     frames_THWC = noise + 3 * np.arange(33, dtype=np.uint8)[:, None, None, None]
@@ -152,8 +152,8 @@ def test_equal_frames_make_equal_files(tmp_path: Path) -> None:
     ],
 )
 def test_files_do_not_depend_on_the_machine(encode: Callable[[np.ndarray], bytes]) -> None:
-    """The encoder settings stored in the file depend neither on the number of cores nor on any
-    setting that is known to vary between machines.
+    """The encoder settings stored in the file do not depend on the number of cores or on any other
+    machine property that is known to affect them.
     """
     settings = encode(np.zeros((1, 480, 832, 3), np.uint8))
     assert re.search(rb" threads=4 ", settings)
@@ -170,8 +170,8 @@ def test_files_do_not_depend_on_the_machine(encode: Callable[[np.ndarray], bytes
     ],
 )
 def test_wrong_frames_are_refused(frames: np.ndarray) -> None:
-    """Frames of a wrong shape are refused with an error that contains the given and the allowed
-    shape.
+    """Frames with the wrong shape are rejected with an error that states both the given and the
+    allowed shape.
     """
     with pytest.raises(ValueError, match=r"frames must be .* \[T, H, W, 3\], got"):
         encode_mp4(frames, fps=16)
@@ -190,7 +190,9 @@ def test_bytes_that_are_no_video_are_a_value_error() -> None:
 
 
 def test_contact_sheet_shows_frames_in_reading_order() -> None:
-    """With two columns, a contact sheet shows frame 3 in the second row and column."""
+    """With two columns, a contact sheet shows the fourth frame in the second row and second
+    column.
+    """
     frames_THWC = np.stack([np.full((4, 6, 3), 50 * (i + 1), np.uint8) for i in range(4)])
     sheet = np.asarray(contact_sheet(frames_THWC, columns=2, gap=2))
     assert sheet.shape == (2 * 6 + 2, 2 * 8 + 2, 3)

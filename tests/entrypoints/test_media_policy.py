@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Media URLs that a server reads or refuses, tested through vLLM's registry of connectors. No URL
-is actually fetched.
+"""Tests of which media URLs a server fetches, through vLLM's connector registry. No URL is actually
+fetched.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from vllm_omni.entrypoints.limits import media_policy
 
 
 class NoConnection:
-    """Records the requested URLs, and fails as if their server were down."""
+    """Records each requested URL, then fails as if the URL's server were down."""
 
     def __init__(self) -> None:
         self.fetched: list[str] = []
@@ -49,9 +49,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def refusal(connector: MediaConnector, url: str) -> str:
-    """Return the error that the client gets, after checking that both ways to load an image
-    fail.
-    """
+    """Check that both ways of loading an image fail, and return the error that the client gets."""
     with pytest.raises(VLLMClientError) as failed:
         connector.fetch_image(url)
     with pytest.raises(VLLMClientError):
@@ -79,8 +77,8 @@ def test_by_default_nothing_is_fetched(make: Any, url: str, words: str) -> None:
 
 
 def test_listed_domains_are_fetched(make: Any) -> None:
-    """URLs of listed domains are fetched. A failed fetch and a URL of any other domain are client
-    errors. IP addresses appear only in the log.
+    """URLs in listed domains are fetched. A failed fetch and a URL in any other domain are client
+    errors, and their messages contain no IP address.
     """
     connector = make(allowed_media_domains=["example.com"])
     assert "192" not in refusal(connector, "https://example.com/a.png")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP methods that a route does not support get 405 with `Allow`."""
+"""A request that uses an HTTP method not supported by the route gets 405 with an `Allow` header."""
 
 import pytest
 from fastapi import FastAPI

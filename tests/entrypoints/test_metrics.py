@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters, times and log lines of a `SessionMeter`."""
+"""Tests of `SessionMeter`: counters, times and log lines."""
 
 import logging
 import uuid
@@ -29,8 +29,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def endpoint() -> str:
-    """Return a label that no other test uses, because the metrics registry is shared by the whole
-    process.
+    """Return an endpoint label that no other test uses. All tests in a process share one metrics
+    registry.
     """
     return f"door-{uuid.uuid4().hex}"
 
@@ -46,7 +46,7 @@ def test_a_session_is_counted_from_its_start_to_its_end(
     clock: Clock, endpoint: str, value: Callable[..., float]
 ) -> None:
     """A session is counted in the gauge, in the counters by reason, and in the duration histogram.
-    Closing it a second time has no effect.
+    Closing the session a second time has no effect.
     """
     meter = SessionMeter(endpoint)
     assert value("omni_rt_sessions") == value("omni_rt_sessions_opened_total") == 1
@@ -63,7 +63,7 @@ def test_chunks_are_timed_from_their_request_and_from_each_other(
     clock: Clock, endpoint: str, value: Callable[..., float]
 ) -> None:
     """A request's first chunk is timed from the request, and later chunks from the preceding chunk.
-    The time between two requests counts neither as a gap nor as a delay.
+    Idle time between two requests counts neither as a gap nor as a delay.
     """
     meter = SessionMeter(endpoint)
     clock.now_s += 100  # idle before the request
@@ -84,8 +84,8 @@ def test_chunks_are_timed_from_their_request_and_from_each_other(
 def test_a_chunk_is_late_after_all_sent_frames_were_played(
     clock: Clock, endpoint: str, value: Callable[..., float]
 ) -> None:
-    """A chunk is late only if all previously sent frames have been played when it arrives. 16
-    frames at 16 fps last a second, and the lead from earlier chunks is used up first.
+    """A chunk is late only if all previously sent frames have been played by the time it arrives.
+    At 16 fps, 16 frames last one second. Any lead built up by earlier chunks is used up first.
     """
     meter = SessionMeter(endpoint)
     meter.request_started()
@@ -96,8 +96,8 @@ def test_a_chunk_is_late_after_all_sent_frames_were_played(
 
 
 def test_stages_come_from_the_workers_timings(endpoint: str, value: Callable[..., float]) -> None:
-    """Stage times come from the workers' timings, and the rest of a chunk's time counts as
-    queueing.
+    """Stage times come from the workers' timings. The rest of a chunk's time is recorded as
+    queueing time.
     """
     endpoint_metrics().stages(
         endpoint,
@@ -112,8 +112,8 @@ def test_stages_come_from_the_workers_timings(endpoint: str, value: Callable[...
 
 
 def test_a_session_logs_two_lines(endpoint: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Over its lifetime, a session logs two lines of `key=value` pairs, one of them when it
-    closes.
+    """Each session logs two lines, and the second, logged when the session closes, lists its counts
+    as `key=value` pairs.
     """
     with caplog.at_level(logging.INFO, logger=metrics.logger.name):
         metrics.logger.addHandler(caplog.handler)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A script that does not close its `LLM` exits normally, because the thread that receives results
-ends before the interpreter does.
+"""A script that does not close its `LLM` exits normally, because the interpreter waits for the
+thread that receives results.
 """
 
 import subprocess
@@ -30,8 +30,8 @@ threading.Thread(target=receive, name="EngineCoreOutputQueueThread", daemon=True
 
 
 def test_the_interpreter_waits_for_the_thread_that_receives_results() -> None:
-    """The interpreter waits for a thread that has the name of vLLM's result thread and that a
-    finalizer ends, as in vLLM.
+    """The interpreter waits for a thread that has the same name as vLLM's result thread and, as in
+    vLLM, is stopped by a finalizer.
     """
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT],

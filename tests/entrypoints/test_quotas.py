@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quotas of API keys: the quota file, the token buckets, and the responses over HTTP.
+"""Tests of API key quotas: the quota file, the token buckets and the HTTP responses.
 
 realtime/test_quotas_at_endpoints.py tests quotas at the WebSocket endpoints.
 """
@@ -38,12 +38,12 @@ def clock() -> Clock:
 
 
 def quotas(clock: Clock, **limits: int) -> FileQuotas:
-    """Return quotas that apply to every client."""
+    """Return quotas with the same limits for every client."""
     return FileQuotas(QuotaFile(default=Quota(**limits)), clock)
 
 
 def take(allowance: Allowance, count: int = 1) -> None:
-    """Start a request for `count` chunks."""
+    """Charge `allowance` for a request that generates `count` chunks."""
     allowance.check_chunk()
     allowance.charge_chunks(count)
 
@@ -156,7 +156,7 @@ def test_http_requests_beyond_a_quota_are_429_with_retry_after(
         assert refused.status_code == 429 and refused.headers["retry-after"] == "60"
         assert refused.json()["error"]["code"] == "quota_exceeded"
         assert refused.json()["error"]["type"] == "rate_limit_error"
-        # A download does not count against the chunk quota, because it generates no chunk.
+        # A download does not count against the chunk quota, because it generates no chunks.
         assert (await call(guarded, "GET", "/v1/files/a/content")).status_code == 200
         refused = await call(guarded, "GET", "/v1/files/a/content")
         assert (

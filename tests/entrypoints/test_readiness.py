@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/omni/ready` reports whether there is free capacity, whereas `/health` reports whether the
+"""`/omni/ready` reports whether the server has free capacity, and `/health` reports whether the
 engine is alive.
 """
 
@@ -23,7 +23,7 @@ STATS = {"sessions": 0, "max_sessions": 2, "bytes": 0, "max_bytes": 100, **NONE_
 
 
 class StatsEngine(OmniEngine):
-    """An engine that has only session statistics."""
+    """An engine that provides only session statistics."""
 
     is_dead = False  # type: ignore[assignment]
 
@@ -64,7 +64,7 @@ def send(
         ({"sessions": 1, "bytes": 50}, {}, "ready"),
         ({"sessions": 1, "bytes": 51}, {}, "capacity"),  # another such session does not fit
         ({"sessions": 1, "bytes": 51, "max_bytes": None}, {}, "ready"),
-        # One session is in host memory, and the other session may be moved there too.
+        # One session is in host memory, and the other can be moved there too.
         ({"sessions": 1, "bytes": 0, "suspended": 1}, {}, "ready"),
         ({"sessions": 3, "bytes": 50, "max_sessions": 9, "on_disk": 2}, {}, "ready"),
         ({"sessions": 1, "bytes": 90, "can_suspend": True}, {}, "ready"),
@@ -85,7 +85,7 @@ def test_ready_means_room_for_a_session(
 
 
 def test_ready_lists_the_fast_paths_of_the_engine() -> None:
-    """A fast path that is off is listed with its reason."""
+    """A fast path that is off is listed with the reason."""
     assert send(StatsEngine())[1]["fast_paths"] == [
         {"name": "fp8_attention", "on": False, "reason": "cudnn is not installed"}
     ]
@@ -106,8 +106,8 @@ def test_a_dead_engine_is_not_ready() -> None:
 
 
 def test_probes_do_not_load_the_engine() -> None:
-    """A hundred probes send only one request to the engine, in addition to the request that the
-    metrics send.
+    """A hundred probes cause at most one request to the engine, in addition to the one sent for the
+    metrics.
     """
     engine = StatsEngine()
     send(engine, times=100)
@@ -115,8 +115,8 @@ def test_probes_do_not_load_the_engine() -> None:
 
 
 def test_a_long_step_does_not_make_a_server_unready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long step does not make a server unready. Workers respond only between steps, and until
-    then a probe uses the last statistics.
+    """A long step does not make a server unready. Workers respond only between steps, so a probe
+    uses the last known statistics until the step ends.
     """
     monkeypatch.setattr("vllm_omni.entrypoints.engine.readiness._PATIENCE_S", 0.05)
     engine = StatsEngine()
@@ -126,7 +126,7 @@ def test_a_long_step_does_not_make_a_server_unready(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_engine_that_dies_during_a_probe_is_reported() -> None:
-    """If the engine dies during a probe, the waiting probe reports its death."""
+    """If the engine dies while a probe is waiting, the probe reports the engine's death."""
     engine = StatsEngine()
     engine.delay_s = 0.2
 
@@ -141,8 +141,8 @@ def test_an_engine_that_dies_during_a_probe_is_reported() -> None:
 
 
 def test_several_ranks_add_up_and_one_with_room_is_enough() -> None:
-    """The statistics of data-parallel ranks are summed, and a server stays ready while only one of
-    its two ranks is full.
+    """The statistics of all data-parallel ranks are summed. A server with two ranks stays ready if
+    only one of them is full.
     """
     engine = StatsEngine(sessions=2, bytes=80)
     engine.other_ranks = [{**STATS, "sessions": 1, "bytes": 40}]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionPlacement` keeps every session on the data-parallel rank on which it started.
+"""`SessionPlacement` keeps every session on the data-parallel rank where it started.
 
-In these tests, each rank is simulated by a store of `capacity` sessions.
+In these tests, each rank is simulated by a store that holds up to `capacity` sessions.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from vllm_omni.outputs import RequestFailed
 
 
 class Ranks:
-    """Simulates the engines of several ranks without a model: each stores sessions and counts their
-    chunks.
+    """Simulates the engines of several ranks without a model. Each engine stores sessions and
+    counts their chunks.
     """
 
     def __init__(self, size: int, capacity: int = 100) -> None:
@@ -29,7 +29,7 @@ class Ranks:
         self.requested: list[int] = []
 
     async def send(self, session_id: str, index: int | None = None, **fields: object) -> int:
-        """Run one request, and return the rank that ran it."""
+        """Run one request and return the rank that ran it."""
         params = DiffusionParams(session_id=session_id, chunk_index=index, **fields)  # type: ignore[arg-type]
         return await self.router.route(params, self._asker(params))
 
@@ -57,8 +57,8 @@ class Ranks:
 
 
 def test_sessions_start_on_the_emptiest_rank_and_stay_there() -> None:
-    """Six sessions are distributed evenly over three ranks, and later chunks of a session go to the
-    same rank as its first chunk.
+    """Six sessions are distributed evenly over three ranks, and each session's later chunks go to
+    the same rank as its first chunk.
     """
 
     async def scenario() -> None:
@@ -82,7 +82,7 @@ def test_a_new_session_is_tried_on_every_rank() -> None:
 
     async def scenario() -> None:
         ranks = Ranks(2, capacity=2)
-        # Sessions of another API server, which this router has no record of.
+        # These sessions belong to another API server, so this router has no record of them.
         ranks.stores[0].update(other_process=1, another=1)
         assert [await ranks.send(f"s{n}", 0) for n in range(2)] == [1, 1]
         with pytest.raises(RequestFailed, match="capacity"):
@@ -94,8 +94,8 @@ def test_a_new_session_is_tried_on_every_rank() -> None:
 
 
 def test_chunks_sent_ahead_follow_the_first_one() -> None:
-    """A second chunk that is submitted before the first chunk has finished waits until the rank of
-    its session is known.
+    """A second chunk submitted before the first chunk has finished waits until its session's rank
+    is known.
     """
 
     async def scenario() -> None:
@@ -178,8 +178,8 @@ def test_a_cancelled_first_chunk_is_still_found_by_close() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_under_random_load_no_session_ever_moves(seed: int) -> None:
-    """While many clients start, continue, fork, cancel and close sessions, each chunk runs on the
-    rank of its session.
+    """While many clients start, continue, fork, cancel and close sessions, each chunk runs on its
+    session's rank.
     """
     rng = random.Random(seed)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In a shared staging directory, the next server deletes the files of a killed server but no other
-files.
+"""In a shared staging directory, a server that starts deletes the files of killed servers and no
+others.
 """
 
 import subprocess
@@ -28,8 +28,8 @@ def server(folder: Path) -> "tuple[subprocess.Popen[str], str]":
 
 
 def test_only_files_of_a_killed_server_are_deleted(tmp_path: Path) -> None:
-    """The directory contains files of a killed server, of a live server, of a server that ended
-    normally, and another file. Only the files of the killed server are deleted.
+    """The directory contains files from a killed server, a live server and a server that exited
+    normally, as well as an unrelated file. Only the killed server's files are deleted.
     """
     (tmp_path / "vllm_omni-notes.txt").write_text("mine")
     killed, dead = server(tmp_path)
@@ -43,6 +43,6 @@ def test_only_files_of_a_killed_server_are_deleted(tmp_path: Path) -> None:
     assert len([name for name in names if alive in name]) == 2
     assert "vllm_omni-notes.txt" in names
     living.communicate("")
-    assert staging.sweep() == set()  # the server ended normally and deleted its lock
+    assert staging.sweep() == set()  # the server exited normally and deleted its lock
     staging.close()
     assert not list(tmp_path.glob("*.owner"))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ticket can be used once, within seconds, from one origin, and in every process that has the
-same secret.
+"""A ticket can be used once, within seconds of being issued and from one origin. Any process that
+has the same secret accepts it.
 """
 
 import base64
@@ -40,7 +40,9 @@ def office(clock: Clock, secret: bytes = b"secret", **options: int) -> TicketOff
 
 
 def test_a_ticket_identifies_its_key_and_works_once(clock: Clock) -> None:
-    """A ticket opens only one connection, which has the key that the ticket was issued for."""
+    """A ticket opens exactly one connection, and that connection gets the key that the ticket was
+    issued for.
+    """
     tickets = office(clock)
     ticket = tickets.issue(1, ORIGIN)
     assert tickets.redeem_ticket(ticket, ORIGIN) == 1
@@ -66,7 +68,7 @@ def test_a_ticket_is_bound_to_its_origin(clock: Clock, origin: str | None) -> No
 
 
 def test_a_ticket_expires(clock: Clock) -> None:
-    """A ticket expires even if it is not used."""
+    """A ticket expires even if it is never used."""
     tickets = office(clock, ttl_s=30)
     early, late = tickets.issue(0, ORIGIN), tickets.issue(0, ORIGIN)
     clock.now += 29
@@ -77,7 +79,7 @@ def test_a_ticket_expires(clock: Clock) -> None:
 
 
 def test_memory_of_used_tickets_is_bounded_and_fails_closed(clock: Clock) -> None:
-    """When the table of used tickets is full, further tickets are refused until entries expire."""
+    """When the table of used tickets is full, new tickets are refused until some entries expire."""
     tickets = office(clock, ttl_s=30, max_remembered=3)
     used = [tickets.issue(0, ORIGIN) for _ in range(3)]
     for ticket in used:
@@ -103,8 +105,8 @@ def test_nothing_else_is_a_ticket(text: str) -> None:
 
 @given(st.integers(0, 35 * 8 - 1))
 def test_no_bit_of_a_ticket_may_change(bit: int) -> None:
-    """The signature covers version, expiry, key and nonce, so changing any bit invalidates a
-    ticket.
+    """The signature is computed over the version, expiry, key and nonce, so flipping any bit
+    invalidates a ticket.
     """
     tickets = TicketOffice(b"secret", 2)
     data = bytearray(base64.urlsafe_b64decode(tickets.issue(0, ORIGIN) + "="))
@@ -114,8 +116,8 @@ def test_no_bit_of_a_ticket_may_change(bit: int) -> None:
 
 
 def test_the_secret_comes_from_keys_and_environment() -> None:
-    """Processes with the same keys and environment derive the same secret. Changing the keys or the
-    shared secret in the environment changes the derived secret.
+    """Processes with the same keys and environment derive the same secret. A change to the keys, or
+    to the shared secret in the environment, changes the derived secret.
     """
     shared = {SECRET_VARIABLE: "0123456789abcdef"}
     assert derive_secret(["a", "b"], shared) == derive_secret(["a", "b"], dict(shared))
@@ -131,8 +133,8 @@ def test_the_secret_comes_from_keys_and_environment() -> None:
 
 @pytest.mark.parametrize("spoiler", ["!", "\n", " ", "+"])
 def test_a_ticket_has_one_spelling(clock: Clock, spoiler: str) -> None:
-    """A ticket has only one valid spelling, because characters outside the base64 alphabet are not
-    skipped.
+    """A ticket has only one valid spelling, because text with characters outside the base64
+    alphabet is rejected.
     """
     ticket = office(clock).issue(0, ORIGIN)
     for position in (0, 20, len(ticket)):
@@ -142,8 +144,8 @@ def test_a_ticket_has_one_spelling(clock: Clock, spoiler: str) -> None:
 
 
 def test_a_ticket_has_47_characters_that_need_no_escaping(clock: Clock) -> None:
-    """A ticket uses the URL-safe base64 alphabet without padding, so it can be used as the name of
-    a subprotocol.
+    """A ticket uses the URL-safe base64 alphabet without padding, so it can be used as a
+    subprotocol name.
     """
     assert all(
         re.fullmatch(r"[\w-]{47}", office(clock).issue(0, ORIGIN), re.ASCII) for _ in range(50)
@@ -151,8 +153,8 @@ def test_a_ticket_has_47_characters_that_need_no_escaping(clock: Clock) -> None:
 
 
 def test_a_ticket_for_a_key_that_this_server_does_not_have_is_refused(clock: Clock) -> None:
-    """A ticket for a key that this server does not have is refused, although it is signed. The test
-    includes the smallest key index that is too large.
+    """A correctly signed ticket is refused if this server does not have the ticket's key. The test
+    includes the smallest out-of-range key index.
     """
     larger = TicketOffice(b"secret", 4, now=clock)
     for key_index in (2, 3):
@@ -164,8 +166,8 @@ def test_a_ticket_for_a_key_that_this_server_does_not_have_is_refused(clock: Clo
 def test_a_ticket_of_another_version_is_refused(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A ticket of another version is refused, although it is signed, because its key index may have
-    another meaning.
+    """A correctly signed ticket of another version is refused, because its key index may have a
+    different meaning.
     """
     monkeypatch.setattr(tickets_module, "_VERSION", 2)
     ticket = office(clock).issue(0, ORIGIN)
@@ -175,7 +177,7 @@ def test_a_ticket_of_another_version_is_refused(
 
 
 def test_clocks_may_differ_by_a_second(clock: Clock) -> None:
-    """Clocks of two processes may differ by a second. A ticket from a process whose clock is
+    """The clocks of two processes may differ by one second. A ticket from a process whose clock is
     further ahead would be valid for too long, so it is refused as expired.
     """
     ahead = Clock()
@@ -190,7 +192,7 @@ def test_clocks_may_differ_by_a_second(clock: Clock) -> None:
 
 
 def test_a_used_ticket_is_remembered_until_it_expires(clock: Clock) -> None:
-    """A used ticket is stored until the last second of its validity has passed and is then
+    """A used ticket is remembered until the last second of its validity has passed, and is then
     deleted.
     """
     tickets = office(clock, ttl_s=30, max_remembered=1)
@@ -207,16 +209,16 @@ def test_a_used_ticket_is_remembered_until_it_expires(clock: Clock) -> None:
 
 
 def test_a_shared_secret_may_be_any_bytes() -> None:
-    """A shared secret may be any bytes. The operating system passes bytes that are not UTF-8 as
-    surrogates, and different bytes give different secrets.
+    """A shared secret can contain any bytes. Python represents environment bytes that are not valid
+    UTF-8 as surrogates. Different bytes still yield different secrets.
     """
     secrets = {derive_secret(["a"], {SECRET_VARIABLE: text}) for text in ("\udcff", "\udcfe", "ÿ")}
     assert len(secrets) == 3 and {len(secret) for secret in secrets} == {32}
 
 
 def test_secrets_without_a_shared_one_are_those_of_earlier_versions() -> None:
-    """Without a shared secret, old and new processes during a rolling update derive the same
-    secret, because it is computed by scrypt from the keys' digests with fixed parameters.
+    """Without a shared secret, old and new processes derive the same secret during a rolling
+    update, because scrypt computes it from the keys' digests with fixed parameters.
     """
     assert derive_secret(["a", "b"], {}) == hashlib.scrypt(
         b"\0".join(hashlib.sha256(key).digest() for key in (b"a", b"b")),

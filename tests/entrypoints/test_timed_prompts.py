@@ -6,8 +6,7 @@ import pytest
 from vllm_omni.entrypoints.timed_prompts import PromptSchedule, TimedPrompt
 
 FRAMES = (0, 9, 21, 33, 45, 57)
-"""Number of the first frame of each chunk. The first chunk has 9 frames, and later chunks have 12.
-"""
+"""Index of each chunk's first frame. The first chunk has 9 frames, and each later chunk has 12."""
 
 
 def taken(*prompts: TimedPrompt, fps: float = 16) -> list[str | None]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TokenBucket` limits the rates of the endpoints."""
+"""Tests of `TokenBucket`, which the endpoints use for rate limiting."""
 
 import math
 
@@ -9,7 +9,9 @@ from vllm_omni.entrypoints.limits.token_bucket import TokenBucket
 
 
 def test_a_burst_then_the_rate() -> None:
-    """A bucket starts full and refills over time, up to the burst. A debt is paid off first."""
+    """A bucket starts full and refills over time, up to the burst size. Refilled tokens first pay
+    off any debt.
+    """
     now_s = 0.0
     bucket = TokenBucket(10.0, 50.0, lambda: now_s)
     assert bucket.take_tokens(50)
@@ -27,8 +29,8 @@ def test_a_burst_then_the_rate() -> None:
 
 
 def test_how_long_to_wait() -> None:
-    """The waiting time is zero while a token is left. Otherwise, it is the time until any debt is
-    paid off and a token is available.
+    """The waiting time is zero while a token is left. Otherwise, it is the time until the bucket
+    has paid off any debt and contains a token.
     """
     now_s = 0.0
     bucket = TokenBucket(0.1, 3.0, lambda: now_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of failed chunks, and servers without OpenTelemetry. Other tests of spans are in
+"""Tests of spans of failed chunks and of servers without OpenTelemetry. Other span tests are in
 realtime/test_operators_served.py.
 """
 
@@ -60,8 +60,8 @@ def test_a_failed_chunk_has_a_span_with_the_reason(
 def test_stage_times_longer_than_the_chunk_are_cut_to_it(
     traced: Tracing, exporter: InMemorySpanExporter
 ) -> None:
-    """Because of the worker's clock and overlapped decoding, stage times may add up to more than
-    the duration of the chunk. They are cut so that no span starts before its chunk.
+    """Stage times may add up to more than the chunk's duration, because decoding overlaps and the
+    worker has its own clock. They are truncated, so no stage span starts before its chunk.
     """
     chunk = traced.session("s", "realtime/video").chunk(0)
     chunk.finished({"timings_ms": {"encode": [5.0], "steps": [1e6], "decode": [5.0]}})
@@ -85,8 +85,8 @@ def test_without_tracing_no_spans_or_headers_are_made() -> None:
 def test_an_endpoint_without_opentelemetry_is_one_clear_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If OpenTelemetry is not installed, a one-line error is printed before any slow import,
-    instead of vLLM's import traceback.
+    """If `--otlp-traces-endpoint` is set but OpenTelemetry is not installed, the command fails with
+    a one-line error rather than vLLM's import traceback.
     """
     flags = serve.ServeFlags.scan(["model", "--otlp-traces-endpoint", "http://localhost:4317"])
     serve.check_tracing(flags)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""WebSocket limits of vLLM's server, tested with a real uvicorn server and real sockets."""
+"""Tests of WebSocket limits in vLLM's server, with a real uvicorn server and real sockets."""
 
 import argparse
 import asyncio
@@ -25,15 +25,15 @@ def parse(*argv: str) -> argparse.Namespace:
 
 
 def test_flags_become_options() -> None:
-    """Command line flags set the server's options, and an interval of zero disables pings."""
+    """Command-line flags set the server's options, and a ping interval of zero disables pings."""
     options = WebSocketOptions.from_args(parse("--ws-max-size", "2048", "--ws-ping-interval", "0"))
     assert options == WebSocketOptions(max_bytes=2048, ping_interval_s=None, ping_timeout_s=10.0)
 
 
 @pytest.mark.parametrize("library", ["auto", "websockets", "websockets-sansio"])
 def test_the_library_may_be_named(library: str) -> None:
-    """A flag may name the WebSocket library, because commands written for other servers do so. The
-    flag has no effect, because `websockets` is the only supported library.
+    """The flag that selects the WebSocket library is accepted, because commands written for other
+    servers set it. It has no effect, because `websockets` is the only supported library.
     """
     assert WebSocketOptions.from_args(parse("--ws", library)) == WebSocketOptions()
     assert AutoWebSocketsProtocol.__init__.__globals__["ServerProtocol"].__module__.startswith(
@@ -47,7 +47,9 @@ def test_another_library_is_refused() -> None:
 
 
 def test_plain_vllm_serve_has_the_defaults() -> None:
-    """Plain `vllm serve` uses the defaults, because its arguments lack this package's flags."""
+    """Plain `vllm serve` uses the default limits, because its parsed arguments do not include this
+    package's flags.
+    """
     assert WebSocketOptions.from_args(argparse.Namespace(port=8000)) == WebSocketOptions()
 
 
@@ -61,14 +63,14 @@ def test_plain_vllm_serve_has_the_defaults() -> None:
     ],
 )
 def test_values_out_of_range_are_refused(argv: list[str]) -> None:
-    """A value out of range is refused with an error that names the flag and the range."""
+    """An out-of-range value is rejected with an error that names the flag and the range."""
     with pytest.raises(argparse.ArgumentError, match=rf"{argv[0]}: must be .* from .* to .*, got"):
         parse(*argv)
 
 
 async def _run_limited_server(app: FastAPI, listening: socket.socket) -> None:
     """Start uvicorn as vLLM does (config first, server in `app.state`). Send one message within the
-    limit and one that exceeds it.
+    size limit and one that exceeds it.
     """
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     app.state.server = server
@@ -91,9 +93,9 @@ async def _run_limited_server(app: FastAPI, listening: socket.socket) -> None:
 
 
 def test_limits_hold_from_the_first_connection() -> None:
-    """Limits apply from the first connection on: compression is off, a message of exactly the
-    maximum size is accepted, and one more byte closes the connection with 1009. vLLM's lifespan
-    handler runs.
+    """Limits apply from the first connection on. Compression is off, a message of exactly the
+    maximum size is accepted, and a message one byte larger closes the connection with 1009. vLLM's
+    own lifespan handler still runs.
     """
     ran: list[str] = []
 

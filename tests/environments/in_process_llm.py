@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replacement for vLLM's `LLM` that runs the requests of a LingBot World in this process."""
+"""A replacement for vLLM's `LLM` that runs requests on a LingBot World model in this process."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -20,7 +20,8 @@ from vllm_omni.outputs import RequestFailed, pack, pack_error
 
 
 class InProcessLLM:
-    """Provides `encode` and `llm_engine.vllm_config`, which environments use.
+    """Provides the parts of vLLM's `LLM` that environments use: `encode` and
+    `llm_engine.vllm_config`.
 
     Attributes:
         sessions: Live sessions by id.
@@ -47,7 +48,7 @@ class InProcessLLM:
 
     @property
     def client(self) -> "InProcessClient":
-        """Return the same model as a client of vLLM's engine."""
+        """Return an engine client that runs requests on the same model."""
         return InProcessClient(self)
 
     def encode(self, prompts: Sequence[Any], pooling: Sequence[Any], **options: Any) -> list[Any]:
@@ -94,7 +95,7 @@ class InProcessLLM:
 
 
 class InProcessClient:
-    """Provides `encode` and `abort` of vLLM's engine client, which endpoints use."""
+    """Provides the methods of vLLM's engine client that endpoints use: `encode` and `abort`."""
 
     errored = False
 
@@ -106,4 +107,4 @@ class InProcessClient:
         yield SimpleNamespace(outputs=SimpleNamespace(data=data), finished=True)
 
     async def abort(self, request_id: str) -> None:
-        """Do nothing, because a chunk always runs to its end."""
+        """Do nothing, because a chunk always runs to completion."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's action space is converted to a gymnasium space, and samples of that space are converted
+"""A model's action space is converted to a gymnasium space, and that space's samples are converted
 to engine actions.
 """
 
@@ -57,8 +57,8 @@ def test_one_button_at_a_time_is_a_number(number: int, names: tuple[str, ...]) -
 
 
 def test_all_buttons_of_a_model_may_be_held_at_once() -> None:
-    """A random action can hold all of a model's buttons at once. On average, it holds half of
-    them.
+    """A random action can hold all of a model's buttons at once. On average, a random action holds
+    half of them.
     """
     space = action_space(released_config("waypoint"))
     held = {

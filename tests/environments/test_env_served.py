@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments served by a real `vllm serve`: the API key, and weights that are replaced in place.
+"""Tests of environments served by a real `vllm serve`: the API key and in-place weight reloading.
 
-The tests call `reload_weights` through vLLM's own route `/collective_rpc`, which exists only with
+The tests call `reload_weights` through vLLM's own `/collective_rpc` route, which exists only with
 `VLLM_SERVER_DEV_MODE=1`.
 """
 
@@ -38,9 +38,10 @@ def reload(server: Served, checkpoint: Path) -> None:
 def test_replacing_weights_ends_the_episodes_of_environments(
     null_world: Path, tmp_path: Path
 ) -> None:
-    """When weights are replaced, no episode continues with the K/V of the old weights.
+    """When weights are replaced, no episode continues with keys and values computed with the old
+    weights.
 
-    New episodes have frames generated with the new weights.
+    The frames of new episodes are generated with the new weights.
     """
     other = tmp_path / "other"
     get_family("null_world").make_tiny(other, 1, "original")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments over HTTP: gymnasium's checks, results that equal those of an offline environment,
-and refusals.
+"""Tests of environments over HTTP: gymnasium's environment checks, equality with an offline
+environment's results, and refusals.
 
-The server listens on real sockets. Its engine is a LingBot World in this process, or a fake engine.
+The server listens on real sockets. Its engine is either a LingBot World in this process or a fake
+engine.
 """
 
 import subprocess
@@ -52,7 +53,7 @@ def world_url(llm: Any) -> Iterator[str]:
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Return a function that starts servers: `serve(info={...}, **limits)` starts one with a fake
+    """Yield a function, called as `serve(info={...}, **limits)`, that starts a server with a fake
     engine.
     """
     with ExitStack() as stack:
@@ -76,7 +77,7 @@ def rest(env: WorldVectorEnv) -> dict[str, np.ndarray]:
 
 
 def walk(env: WorldVectorEnv, steps: int = 2) -> list[np.ndarray | dict[str, Any]]:
-    """Return the observations and infos of a reset and of `steps` random steps."""
+    """Return the observations and infos from a reset and `steps` random steps."""
     env.action_space.seed(3)
     seen: list[Any] = [*env.reset(seed=5)]
     for _ in range(steps):
@@ -89,9 +90,9 @@ def walk(env: WorldVectorEnv, steps: int = 2) -> list[np.ndarray | dict[str, Any
 def test_a_remote_environment_has_the_bits_of_an_offline_one(
     observation: Any, llm: Any, world_url: str
 ) -> None:
-    """A remote environment returns the same bits as an offline one.
+    """A remote environment gives the same results as an offline environment, bit for bit.
 
-    This is true for frames, latents, trajectories, forks and replays.
+    The test compares frames, latents, trajectories, forks and replays.
     """
     options: Any = {**WORLD, "observation": observation, "trajectory": True}
     offline = WorldVectorEnv(llm, 2, **options)
@@ -120,10 +121,10 @@ def test_gymnasium_accepts_the_environment(world_url: str) -> None:
 
 
 def test_a_trajectory_has_the_log_probability_of_each_draw(llm: Any) -> None:
-    """A trajectory contains the log-probability of each draw.
+    """A trajectory contains the log-probability of each sampled latent.
 
-    The latents after a step are Gaussian around (1 - sigma) x0. The first latents of a trajectory
-    are the noise that belongs to the seed, and the last ones are the latents of the result.
+    The latents after a step are Gaussian with mean (1 - sigma) x0. A trajectory starts with the
+    seed's noise and ends with the latents of the result.
     """
     from vllm_omni.model_executor.schedules import standard_normal
 
@@ -150,7 +151,7 @@ def test_a_client_imports_no_vllm() -> None:
 
 
 def test_environments_are_stepped_together_and_freed(serve: Serve) -> None:
-    """All environments are stepped concurrently in the engine, and closing them closes their
+    """The engine steps all environments concurrently. Closing the environments closes their
     sessions.
     """
     server = serve()
@@ -184,13 +185,13 @@ def test_a_client_cannot_touch_the_environments_of_another(serve: Serve) -> None
     other._engine._id = mine._engine._id  # type: ignore[attr-defined]
     with pytest.raises(RequestFailed, match="unknown_environment: you have no such"):
         other.reset(seed=1)
-    other.close()  # a client ignores refusals while it closes
+    other.close()  # a client ignores refusals while closing
     assert mine.step(rest(mine))[4]["chunks"].tolist() == [2, 2]
 
 
 def test_forgotten_environments_are_closed(serve: Serve) -> None:
-    """Environments that receive no request for `session_idle_s` seconds are closed, and their
-    client receives the reason with its next request.
+    """Environments that receive no request for `session_idle_s` seconds are closed. The response to
+    their client's next request states the reason.
     """
     server = serve({"session_idle_s": 0.2})
     env = connect(server)
@@ -201,10 +202,10 @@ def test_forgotten_environments_are_closed(serve: Serve) -> None:
 
 
 def test_an_evicted_session_needs_a_reset(serve: Serve) -> None:
-    """If one environment's session is evicted, that environment must be reset before it can be
+    """If an environment's session is evicted, the environment must be reset before it can be
     stepped again.
 
-    The other environments have completed the step.
+    The other environments still complete the step.
     """
     server = serve()
     env = connect(server)
@@ -219,8 +220,8 @@ def test_an_evicted_session_needs_a_reset(serve: Serve) -> None:
 
 
 def test_a_step_is_never_made_twice(serve: Serve) -> None:
-    """A step is never generated twice, because a repeated request names a chunk that already exists
-    and is refused.
+    """No step is generated twice: a repeated request names a chunk that already exists, so the
+    request is refused.
     """
     env = connect(serve(), 1)
     env.reset(seed=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds as a gymnasium `VectorEnv`: steps, seeds, forks, replays and truncation.
+"""Tests of worlds as a gymnasium `VectorEnv`: steps, seeds, forks, replays and truncation.
 
 Only the last test uses a real engine.
 """
@@ -35,14 +35,14 @@ def env(llm: Any) -> Iterator[WorldVectorEnv]:
 
 
 def keys(env: WorldVectorEnv, *held: str) -> dict[str, np.ndarray]:
-    """Return one action per environment, in which the given keys are held."""
+    """Return one action per environment, with the given keys held."""
     names = env.model_actions.button_names
     return {"buttons": np.array([[name in each for name in names] for each in held], np.int8)}
 
 
 def test_a_step_is_a_chunk_of_every_environment(env: WorldVectorEnv) -> None:
-    """A step generates one chunk for every environment. Observations are frames, and `info`
-    contains latents and seeds.
+    """A step generates one chunk for each environment. Observations are frames, and `info` contains
+    latents and seeds.
 
     The first chunk after a reset is shorter, so it is padded at its start.
     """
@@ -57,10 +57,10 @@ def test_a_step_is_a_chunk_of_every_environment(env: WorldVectorEnv) -> None:
 
 
 def test_the_same_seeds_and_actions_give_the_same_bits(env: WorldVectorEnv) -> None:
-    """The same seeds and actions yield bit-identical results, even at another index of the vector
-    environment.
+    """The same seeds and actions yield bit-identical results, even if the environment has a
+    different index in the vector environment.
 
-    Other keys, seeds or prompts yield other frames.
+    Different keys, seeds or prompts yield different frames.
     """
     env.reset(seed=[1, 1, 2])
     first = env.step(keys(env, "w", "w", "w"))[0]
@@ -82,10 +82,10 @@ def test_a_fork_continues_like_its_source_and_then_diverges(env: WorldVectorEnv)
 
 
 def test_an_episode_is_played_again_bit_for_bit(env: WorldVectorEnv) -> None:
-    """An episode can be replayed bit for bit from its seed, prompt and actions, even at another
-    index of the vector environment.
+    """An episode can be replayed bit for bit from its seed, prompt and actions, even at a different
+    index in the vector environment.
 
-    The record of a forked episode includes the steps before the fork.
+    A forked episode's record includes the steps before the fork.
     """
     frames = [env.reset(seed=1)[0][1][-9:]]
     frames += [env.step(keys(env, "", held, ""))[0][1] for held in ("w", "wl")]
@@ -98,7 +98,9 @@ def test_an_episode_is_played_again_bit_for_bit(env: WorldVectorEnv) -> None:
 
 
 def test_an_episode_that_is_long_enough_starts_anew(llm: Any) -> None:
-    """The step after the end of an episode resets it, as gymnasium's `NEXT_STEP` mode requires."""
+    """The step after the end of an episode resets the environment, as gymnasium's `NEXT_STEP` mode
+    requires.
+    """
     env = WorldVectorEnv(
         llm, 2, prompt="a village", image=IMAGE, max_steps=2, reward=lambda f, z: np.ones(2), **SIZE
     )
@@ -116,8 +118,8 @@ def test_an_episode_that_is_long_enough_starts_anew(llm: Any) -> None:
 
 
 def test_a_start_pose_needs_a_world_with_poses(env: WorldVectorEnv) -> None:
-    """A model that receives only relative motion refuses a start pose, because the poses of its
-    frames are unknown.
+    """A start pose is refused for a model that receives only relative motion, because the poses of
+    the model's frames cannot be known.
     """
     start = {"x_m": 1.0, "z_m": 2.0, "heading_degrees": 0.0}
     with pytest.raises(RequestFailed, match="start_pose"):
@@ -169,7 +171,7 @@ def test_closing_frees_the_sessions(llm: Any) -> None:
 
 @pytest.mark.engine
 def test_an_engine_steps_forks_and_replays(lingbot_world: Path) -> None:
-    """With vLLM's `LLM` as the engine, two worlds run, and a replay is bit-identical to the first
+    """Two worlds run with vLLM's `LLM` as the engine, and a replay is bit-identical to the original
     run.
 
     Closing the environment stops the engine.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start poses and world poses of environments, with an engine that tracks motion but returns empty
-frames.
+"""Tests of environments' start poses and world poses, with an engine that tracks motion but returns
+empty frames.
 """
 
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ EAST = {**NORTH, "heading_degrees": 90.0}
 
 
 class WalkingLLM:
-    """Provides `LLM.encode` for a world with poses."""
+    """A fake `LLM` whose `encode` runs a world that has poses. Frames and latents are zero."""
 
     def __init__(self) -> None:
         self.llm_engine = SimpleNamespace(vllm_config=None)
@@ -69,10 +69,10 @@ def action(env: WorldVectorEnv, *held: str) -> dict[str, np.ndarray]:
 
 
 def test_environments_start_at_the_given_poses(env: WorldVectorEnv) -> None:
-    """Environments start at the given pose: either one pose for all environments, or one pose for
-    each.
+    """Environments start at the given poses: either one pose for all environments, or one pose for
+    each environment.
 
-    A step forward is 0.5 m per latent frame.
+    Moving forward covers 0.5 m per latent frame.
     """
     _, infos = env.reset(options={"start_pose": [NORTH, EAST]})
     assert infos["world_poses"].shape == (2, 3, 4)
@@ -86,12 +86,14 @@ def test_environments_start_at_the_given_poses(env: WorldVectorEnv) -> None:
 
 
 def test_an_unknown_pose_is_nan(env: WorldVectorEnv) -> None:
-    """A world pose is NaN if no start pose was given and none was recognised."""
+    """A world pose is NaN if no start pose was given and the start image's pose was not
+    recognised.
+    """
     assert np.isnan(env.reset()[1]["world_poses"]).all()
 
 
 def test_an_episode_that_ends_starts_from_the_same_pose_again(env: WorldVectorEnv) -> None:
-    """A start pose applies to every new episode until the next call of `reset`."""
+    """A start pose applies to every new episode until the next `reset` call."""
     env.reset(options={"start_pose": EAST})
     for _ in range(3):
         *_, infos = env.step(action(env, "w", "w"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PSNR and SSIM of videos for which the values are known."""
+"""Tests of PSNR and SSIM on videos for which both values are known in advance."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from vllm_omni.evaluation import likeness
 
 @pytest.fixture
 def clip() -> torch.Tensor:
-    """Smooth, asymmetric random videos, [2, 3, 3, 24, 32]."""
+    """Return smooth, asymmetric random videos. Shape: [2, 3, 3, 24, 32]."""
     noise = torch.rand(6, 3, 7, 9, generator=torch.Generator().manual_seed(4))
     return functional.interpolate(noise, size=(24, 32), mode="bilinear").view(2, 3, 3, 24, 32)
 
@@ -30,9 +30,10 @@ def test_psnr_is_that_of_the_error(clip: torch.Tensor) -> None:
 
 
 def test_ssim_equals_that_of_scikit_image(clip: torch.Tensor) -> None:
-    """SSIM equals that of scikit-image with Gaussian windows, which also excludes the border.
+    """SSIM equals the value that scikit-image computes with Gaussian windows. Both values exclude
+    the border.
 
-    The tolerance of 1e-5 allows for fp32 sums.
+    The tolerance of 1e-5 allows for rounding in fp32 sums.
     """
     other = (clip + 0.1 * torch.rand(clip.shape, generator=torch.Generator().manual_seed(5))).clamp(
         0, 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of synthetic videos with known values, and of broken videos."""
+"""Tests of metrics on synthetic videos with known values and on broken videos."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,9 @@ HEIGHT, WIDTH, FRAMES = 24, 32, 20
 
 
 def picture(level: float = 120.0, contrast: float = 40.0) -> np.ndarray:
-    """Return a frame whose columns alternate above and below `level`, float [H, W, 3]."""
+    """Return a frame whose columns alternate between values above and below `level`. Shape: [H, W,
+    3], float.
+    """
     columns = np.where(np.arange(WIDTH) % 2 == 0, -contrast, contrast)
     return np.broadcast_to(level + columns[None, :, None], (HEIGHT, WIDTH, 3)).copy()
 
@@ -20,16 +22,16 @@ def video(*frames_HWC: np.ndarray) -> np.ndarray:
 
 
 def test_sharpness_and_contrast_are_those_of_the_picture() -> None:
-    """Sharpness is the difference between neighbouring columns (80 levels), and contrast the
-    distance from the mean (40 levels).
+    """Sharpness is the difference between neighbouring columns, which is 80 levels in the test
+    frame. Contrast is the distance from the mean, which is 40 levels.
     """
     found = appearance(video(picture()))
     assert found == {"sharpness": pytest.approx(80), "contrast": pytest.approx(40, rel=0.01)}
 
 
 def test_blur_halves_sharpness_and_contrast() -> None:
-    """A video that gradually loses half of its contrast has sharpness and contrast ratios of about
-    one half.
+    """If a video gradually loses half of its contrast, its sharpness ratio and its contrast ratio
+    are about one half.
     """
     frames = [picture(contrast=40 * (1 - share / 2)) for share in np.linspace(0, 1, FRAMES)]
     found = appearance(video(*frames))
@@ -46,8 +48,8 @@ def test_noise_raises_sharpness() -> None:
 
 @pytest.mark.parametrize("amount", [0, 3, 10])
 def test_flicker_is_the_change_of_brightness(amount: int) -> None:
-    """Flicker is the change of brightness between frames. The test frames alternate by `amount`
-    above and below a level, so the flicker is twice `amount`.
+    """Flicker is the change in brightness between frames. The test frames alternate between
+    `amount` above and `amount` below a level, so the flicker is twice `amount`.
     """
     frames = [picture(120 + amount * (-1) ** n) for n in range(FRAMES)]
     found = appearance(video(*frames))
@@ -56,10 +58,10 @@ def test_flicker_is_the_change_of_brightness(amount: int) -> None:
 
 
 def test_a_steady_fade_is_drift_and_no_flicker() -> None:
-    """A steady fade counts as drift and not as flicker.
+    """A steady fade counts as drift, not as flicker.
 
-    The brightness rises by 2 with each of 20 frames. Drift compares the first tenth of the video
-    with the last, which are two frames each.
+    The brightness rises by 2 with each of 20 frames. Drift is measured between the first and the
+    last tenth of the video, which are two frames each.
     """
     found = appearance(video(*[picture(100 + 2 * n) for n in range(FRAMES)]))
     assert found["colour_drift"] == pytest.approx(36, abs=0.01)
@@ -67,8 +69,8 @@ def test_a_steady_fade_is_drift_and_no_flicker() -> None:
 
 
 def test_colour_drift_is_the_root_mean_square_over_the_colours() -> None:
-    """Colour drift is the root mean square over the three colours, here for a video in which only
-    one colour changes, by 30.
+    """Colour drift is the root mean square over the three colour channels. In the test video, only
+    one channel changes, by 30.
     """
     first, last = picture(), picture()
     last[..., 2] += 30

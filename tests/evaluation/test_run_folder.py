@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of an evaluation run: the VBench and WBench layouts, and the report."""
+"""Tests of the files in an evaluation run: the VBench and WBench layouts, and the report."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def add(folder: RunFolder, prompt: str, frames: np.ndarray, **fields: Any) -> Pa
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    """An evaluation run with two key programs, whose videos follow the keys."""
+    """Return an evaluation run with two key programs. Its videos move as the keys specify."""
     folder = RunFolder.create(tmp_path, "my_world")
     for seed, program in enumerate(("left_and_back", "walk_and_back")):
         held = controls(program)
@@ -41,8 +41,8 @@ def report(folder: RunFolder) -> dict[str, Any]:
 
 
 def test_names_are_those_of_vbench(run: RunFolder) -> None:
-    """A run uses the file names that VBench reads: `PROMPT-INDEX.mp4`, lists of prompts, and a map
-    from files to prompts.
+    """A run uses the file names that VBench reads: `PROMPT-INDEX.mp4`, prompt lists, and a map from
+    files to prompts.
     """
     names = ["a soft wall-0.mp4", "a soft wall-1.mp4"]
     assert sorted(path.name for path in (run.path / "videos").iterdir()) == names
@@ -54,7 +54,7 @@ def test_names_are_those_of_vbench(run: RunFolder) -> None:
 
 
 def test_cases_are_those_of_wbench(run: RunFolder) -> None:
-    """Each WBench case has a video named after it, and the turns of a case have equal lengths."""
+    """Each WBench case has a video named after it, and all turns of a case have the same length."""
     cases, videos = run.path / "wbench" / "cases", run.path / "wbench" / "videos"
     for path in cases.iterdir():
         case = json.loads(path.read_text())
@@ -175,8 +175,8 @@ def test_a_folder_without_videos_is_refused(tmp_path: Path) -> None:
 
 
 def test_reference_frames_are_compared_one_by_one(run: RunFolder, tmp_path_factory: Any) -> None:
-    """Reference frames are compared one by one. The references are a whole video, which is equal,
-    and two single frames, one of which differs.
+    """Reference frames are compared one by one. For the first video, the reference is the identical
+    video. For the second, the references are two single frames, one of which has inverted pixels.
     """
     folder = tmp_path_factory.mktemp("references")
     first, second = (run.path / "videos" / f"a soft wall-{n}.mp4" for n in range(2))
@@ -204,8 +204,8 @@ def test_references_of_another_size_or_name_are_refused(run: RunFolder, tmp_path
 
 
 def test_frames_of_other_programs_are_read() -> None:
-    """Frames written by other programs are accepted, even with channels first, with an additional
-    axis of length 1, or as floats in [-1, 1].
+    """Frames written by other programs are accepted, even if they have the channels first, have an
+    additional axis of length 1, or are floats in [-1, 1].
     """
     frame = np.random.default_rng(0).integers(0, 255, (6, 8, 3), dtype=np.uint8)
     floats = np.moveaxis(frame / 127.5 - 1, -1, 0)[None]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured turns, steps and returns in synthetic videos whose camera is known, and in broken
-videos.
+"""Tests of the turns, steps and returns measured in synthetic videos with a known camera path and
+in broken videos.
 """
 
 import msgspec
@@ -24,13 +24,13 @@ TURN_LATENTS = 4
 
 
 def panorama() -> torch.Tensor:
-    """Return a smooth random panorama that covers 360 degrees, [1, 3, 64, 512]."""
+    """Return a smooth random panorama that spans 360 degrees. Shape: [1, 3, 64, 512]."""
     noise = torch.rand(1, 3, 16, 128, generator=torch.Generator().manual_seed(3))
     return functional.interpolate(noise, size=(64, 512), mode="bicubic").clamp(0, 1)
 
 
 def seen(heading_degrees: float, zoom: float = 1.0) -> np.ndarray:
-    """Return the frame that a camera sees in direction `heading_degrees`, uint8 [H, W, 3]."""
+    """Return what a camera sees in direction `heading_degrees`. Shape: [H, W, 3], uint8."""
     x = (torch.arange(WIDTH) + 0.5 - WIDTH / 2) / (FOCAL * WIDTH * zoom)
     y = (torch.arange(HEIGHT) + 0.5 - HEIGHT / 2) / (FOCAL * WIDTH * zoom)
     azimuth = torch.rad2deg(torch.atan(x)) + heading_degrees
@@ -42,7 +42,7 @@ def seen(heading_degrees: float, zoom: float = 1.0) -> np.ndarray:
 
 
 def film(program: str, turn: float = TURN, growth: float = GROWTH) -> np.ndarray:
-    """Return the video of a key program: one start frame, then two frames per latent frame."""
+    """Return the video for a key program: one start frame, then two frames per latent frame."""
     heading, zoom = 0.0, 1.0
     frames = []
     for key in program_keys(program, TURN_LATENTS):
@@ -109,10 +109,10 @@ def test_a_camera_that_does_not_come_back_gains_nothing() -> None:
 
 
 def test_a_large_video_is_measured_as_a_small_one() -> None:
-    """A large video is downscaled before it is measured, so the metrics equal those of the same
-    video at a small size.
+    """A large video is downscaled before it is measured, so it has the same metrics as the same
+    video in a small size.
 
-    The large video is the small one enlarged ten times, to a width of 640 pixels.
+    The large video is the small video enlarged ten times, to a width of 640 pixels.
     """
     large = film("left_and_back").repeat(10, axis=1).repeat(10, axis=2)
     found = steering(large, controls("left_and_back"))
@@ -128,7 +128,7 @@ def test_a_program_returns_from_its_farthest_point(program: str, away: int | Non
 
 def test_known_poses_decide_whether_the_camera_returned() -> None:
     """If the poses are known, they determine whether the camera has returned. In this test, a wall
-    stops the walk, so the camera ends behind its start.
+    stops the walk, so the camera ends up behind its start position.
     """
     stopped = [[0.0, min(n, 2) if n < 5 else 6.0 - n, 0.0, 0.0] for n in range(9)]
     walk = msgspec.structs.replace(controls("walk_and_back"), world_poses=stopped)

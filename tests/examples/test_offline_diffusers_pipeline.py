@@ -46,7 +46,7 @@ def test_text_becomes_images(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_text_becomes_a_video(tmp_path: Path) -> None:
-    """A text-to-video run writes an MP4 with nine frames."""
+    """A text-to-video run writes an MP4 file with nine frames."""
     out = tmp_path / "fox.mp4"
     run_example(
         SCRIPT,

@@ -11,7 +11,7 @@ from vllm_omni.hidden_states import from_safetensors
 
 @pytest.mark.nightly
 def test_it_prints_text_and_writes_rows(tmp_path: Path) -> None:
-    """If no model is given, the example creates one. It runs two prompts and writes the hidden
+    """If no model is given, the example creates one. It then runs two prompts and writes the hidden
     states of two layers.
     """
     out = tmp_path / "states.safetensors"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The offline Lance example and the files that it writes."""
+"""Tests of the offline Lance example and of the files that it writes."""
 
 from pathlib import Path
 
@@ -37,8 +37,8 @@ def test_a_clip_is_read_as_frames(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_an_image_is_generated_and_read(tmp_path: Path) -> None:
-    """An image is generated and then described. The test runs the script twice on the tiny
-    checkpoint, as a user would.
+    """The script generates an image and then describes it. The test runs the script twice on the
+    tiny checkpoint, as a user would.
     """
     get_family("lance").make_tiny(tmp_path / "model", 0, "image")
     image = tmp_path / "cat.png"

@@ -17,7 +17,7 @@ EXAMPLE = load_example(SCRIPT)
 
 @pytest.fixture
 def camera(tmp_path: Path) -> Path:
-    """Return a camera folder whose path moves to the right for 21 frames."""
+    """Return a camera folder whose camera path moves to the right for 21 frames."""
     folder = tmp_path / "walk"
     folder.mkdir()
     poses_N44 = np.tile(np.eye(4, dtype=np.float32), (21, 1, 1))
@@ -31,8 +31,8 @@ def camera(tmp_path: Path) -> Path:
 def test_image_and_camera_folder_become_a_video(
     lingbot_world: Path, camera: Path, tmp_path: Path
 ) -> None:
-    """An image and a camera folder yield a video of the requested size that shows motion. Its two
-    chunks have 9 and 12 frames.
+    """An image and a camera folder yield a video of the requested size that shows motion. The video
+    consists of two chunks, which have 9 and 12 frames.
     """
     image = tmp_path / "start.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)).save(image)
@@ -54,8 +54,8 @@ def test_a_path_is_cut_into_whole_chunks(num_poses: int, sizes: list[int]) -> No
 
 @pytest.mark.parametrize("num_poses", [0, 8, 15])
 def test_a_path_that_fills_no_chunk_is_refused(num_poses: int) -> None:
-    """A path that is too short for a chunk is refused, and the error states the number of poses per
-    chunk.
+    """A path that is too short for one chunk is rejected, and the error states the number of poses
+    per chunk.
     """
     with pytest.raises(
         SystemExit,
@@ -65,7 +65,7 @@ def test_a_path_that_fills_no_chunk_is_refused(num_poses: int) -> None:
 
 
 def test_frames_become_numbered_images(tmp_path: Path) -> None:
-    """`--out walk.png` writes lossless images in order and no other files."""
+    """`--out walk.png` writes lossless, numbered images in order, and no other files."""
     frames_THWC = np.random.default_rng(0).integers(0, 256, (3, 16, 32, 3), np.uint8)
     EXAMPLE.write_frames(tmp_path / "walk.png", frames_THWC, 16.0)
     files = sorted(tmp_path.iterdir())
@@ -74,7 +74,7 @@ def test_frames_become_numbered_images(tmp_path: Path) -> None:
 
 
 def test_frames_become_an_array(tmp_path: Path) -> None:
-    """`--out walk.npy` writes the frames unchanged."""
+    """`--out walk.npy` writes the exact frames as an array."""
     frames_THWC = np.random.default_rng(0).integers(0, 256, (3, 16, 32, 3), np.uint8)
     EXAMPLE.write_frames(tmp_path / "walk.npy", frames_THWC, 16.0)
     assert (np.load(tmp_path / "walk.npy") == frames_THWC).all()
@@ -98,8 +98,8 @@ def test_a_file_that_could_not_be_written_is_refused_at_once(
 
 @pytest.mark.nightly
 def test_latents_are_written_as_one_array(lingbot_world: Path, tmp_path: Path) -> None:
-    """The script writes the latents of two chunks, of three latent frames each, as one array with
-    an eighth of the video's height and width.
+    """The script writes the latents of two chunks as one array. Each chunk has three latent frames,
+    and the latents have an eighth of the video's height and width.
     """
     out = tmp_path / "latents.npy"
     run_example(
@@ -122,8 +122,8 @@ def test_latents_are_written_as_one_array(lingbot_world: Path, tmp_path: Path) -
 
 
 def test_keys_become_chunks_and_the_last_is_held() -> None:
-    """Keys are grouped into chunks of three latent frames and the last key is held, so seven latent
-    frames require three chunks.
+    """Keys are grouped into chunks of three latent frames, and the last key is held until its chunk
+    ends. Seven latent frames therefore require three chunks.
     """
     assert EXAMPLE.parse_keys("w*3 wl -") == [["w"], ["w"], ["w"], ["w", "l"], []]
     cut = [
@@ -154,7 +154,7 @@ def test_keys_become_a_video(lingbot_world: Path, tmp_path: Path) -> None:
 
 
 def test_misspelt_keys_are_refused_with_the_allowed_ones(lingbot_world: Path) -> None:
-    """Misspelt keys are refused before the model is loaded, and the error lists the allowed
+    """Misspelt keys are rejected before the model is loaded, and the error lists the allowed
     keys.
     """
     with pytest.raises(SystemExit, match="w a s d i j k l"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The offline streaming example generates a video from text, and from another video."""
+"""The offline streaming example generates a video from text or from another video."""
 
 from pathlib import Path
 
@@ -14,8 +14,8 @@ from vllm_omni.model_executor.models.registry import get_family
 
 @pytest.mark.nightly
 def test_a_prompt_becomes_a_video_and_a_video_is_repainted(tmp_path: Path) -> None:
-    """Text-to-video and video-to-video runs each have chunks of 9 and 12 frames. The prompt changes
-    at the second chunk.
+    """Text-to-video and video-to-video runs each generate one chunk of 9 frames and one of 12. The
+    prompt changes at the second chunk.
     """
     model, out, repainted = tmp_path / "model", tmp_path / "stream.mp4", tmp_path / "repainted.npy"
     get_family("causal_wan").make_tiny(model, 0, "diffusers")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny pipelines of every layout, with hosts and runners for them."""
+"""Fixtures for tiny pipelines of every layout, and for their hosts and runners."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,16 +17,16 @@ from vllm_omni.model_executor.models.diffusers_pipeline.options import Diffusers
 
 @pytest.fixture(scope="session")
 def tiny_pipelines(tiny_checkpoint: Callable[..., Path]) -> Callable[[str], Path]:
-    """Return a function: `tiny_pipelines(layout)` returns a tiny pipeline directory, which is
-    written only once.
+    """Return a function, called as `tiny_pipelines(layout)`, that returns a tiny pipeline's
+    directory. Each directory is written only once.
     """
     return partial(tiny_checkpoint, "diffusers_pipeline")
 
 
 @pytest.fixture
 def make_host(tiny_pipelines: Callable[[str], Path]) -> MakeHost:
-    """Return a function: `make_host(layout, **options)` returns a pipeline host on the CPU in
-    float32.
+    """Return a function, called as `make_host(layout, **options)`, that creates a pipeline host on
+    the CPU in float32.
     """
 
     def make(layout: str = "qwen_image", **options: Any) -> PipelineHost:
@@ -39,10 +39,10 @@ def make_host(tiny_pipelines: Callable[[str], Path]) -> MakeHost:
 
 @pytest.fixture
 def make_runner(make_host: MakeHost) -> Iterator[Callable[..., PipelineRunner]]:
-    """Return a function: `make_runner(layout, **options)` returns a pipeline runner.
+    """Yield a function, called as `make_runner(layout, **options)`, that creates a pipeline runner.
 
-    The runner executes one denoise step per engine step, or whole requests with
-    `step_at_a_time=False`.
+    The runner executes one denoise step per engine step. With `step_at_a_time=False`, it executes
+    whole requests.
     """
     runners: list[PipelineRunner] = []
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results computed by diffusers itself, and names shared by the executor's tests."""
+"""Results computed by diffusers itself, and definitions that the executor tests share."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +12,15 @@ from vllm_omni.executor.pipeline_host import PipelineHost
 
 CPU = torch.device("cpu")
 MakeHost = Callable[..., PipelineHost]
-"""Type of the fixture `make_host(layout, **options)` in conftest.py."""
+"""Type of the `make_host` fixture in conftest.py. Tests call it as `make_host(layout, **options)`.
+"""
 
 
 def direct(
     path: Path, seed: int, prompt: str | None = "a red fox", **arguments: Any
 ) -> torch.Tensor:
-    """Return the result of diffusers itself: uint8 images [N, H, W, 3], or the frames of a
-    video.
+    """Return the images or video frames that diffusers itself generates. Shape: [N, H, W, 3],
+    uint8.
     """
     import diffusers
 

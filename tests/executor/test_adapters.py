@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters of diffusers pipelines: loaded from a directory, named per request, and unloaded at
-run time.
+"""Tests of LoRA adapters for diffusers pipelines: loading from a directory, selection per request,
+and unloading at run time.
 """
 
 from collections.abc import Callable
@@ -25,10 +25,10 @@ SMALL = {"height": 32, "width": 48, "num_inference_steps": 2}
 def lora(
     tiny_pipelines: Pipelines, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int], Path]:
-    """Return a function: `lora(seed)` returns a directory with a random adapter for the tiny
-    Qwen-Image.
+    """Return a function, called as `lora(seed)`, that writes a random adapter for the tiny
+    Qwen-Image and returns its directory.
 
-    diffusers saves the adapter.
+    The fixture saves the adapter with diffusers.
     """
     import diffusers
     from peft import LoraConfig
@@ -80,8 +80,8 @@ def test_adapters_per_request_equal_diffusers(
     tiny_pipelines: Pipelines,
     lora: Callable[[int], Path],
 ) -> None:
-    """Images generated with one adapter, with the other, with both at given scales, and with none
-    are each bit-identical to those of diffusers.
+    """Images generated with either adapter, with both adapters at given scales, and without
+    adapters are the same as from diffusers, bit for bit.
     """
     path, first, second = tiny_pipelines("qwen_image"), lora(1), lora(2)
     runner = make_runner(
@@ -108,7 +108,7 @@ def test_interleaved_requests_keep_their_adapters(
     tiny_pipelines: Pipelines,
     lora: Callable[[int], Path],
 ) -> None:
-    """Two interleaved requests keep their own adapters, because the runner switches adapters
+    """Each of two interleaved requests keeps its own adapters, because the runner switches adapters
     between steps.
     """
     folder = lora(1)
@@ -129,7 +129,7 @@ def test_load_and_unload_while_serving(
     tiny_pipelines: Pipelines,
     lora: Callable[[int], Path],
 ) -> None:
-    """Requests can use an adapter after `add_adapter` until it is removed. Results of requests
+    """From `add_adapter` until the adapter is removed, requests can use it. The results of requests
     without adapters do not change.
     """
     runner, folder = make_runner(), lora(1)
@@ -163,8 +163,8 @@ def test_load_and_unload_while_serving(
 def test_malformed_selections_are_refused(
     make_runner: Callable[..., PipelineRunner], wanted: Any
 ) -> None:
-    """`options.lora` must be a name, a list of names, or an object that maps names to numbers.
-    Other values are refused.
+    """`options.lora` must be a name, a list of names, or an object that maps names to numbers. Any
+    other value is rejected.
     """
     failure = run_to_end(
         make_runner(), new_request("a", session_id="a", prompt="x", options={"lora": wanted})
@@ -175,8 +175,8 @@ def test_malformed_selections_are_refused(
 def test_invalid_adapter_files_are_refused(
     make_runner: Callable[..., PipelineRunner], tmp_path: Path, tiny_pipelines: Pipelines
 ) -> None:
-    """An empty directory, a file of another type and a pickle are each refused with an error that
-    names the adapter, and the pipeline continues.
+    """An empty directory, a file of another type and a pickle are each rejected with an error that
+    names the adapter. The pipeline continues to run.
     """
     runner = make_runner()
     adapters, pipeline = runner.host.adapters, runner.host.pipeline
@@ -212,10 +212,10 @@ def test_an_adapter_file_is_not_mapped(
 def test_an_adapter_with_nan_is_refused_when_it_is_loaded(
     make_runner: Callable[..., PipelineRunner], lora: Callable[[int], Path], tmp_path: Path
 ) -> None:
-    """An adapter with NaN is refused when it is loaded, because otherwise every request with it
-    would fail.
+    """An adapter that contains NaNs is rejected when it is loaded, because otherwise every request
+    that uses it would fail.
 
-    The pipeline continues without the adapter.
+    The pipeline continues to run without the adapter.
     """
     runner, file = make_runner(), next(lora(1).glob("*.safetensors"))
     adapters, pipeline = runner.host.adapters, runner.host.pipeline
@@ -230,8 +230,8 @@ def test_an_adapter_with_nan_is_refused_when_it_is_loaded(
 
 
 def test_a_missing_adapter_directory_is_refused_at_startup() -> None:
-    """A missing adapter directory is refused as soon as the options are read, including by
-    `vllm serve --omni`.
+    """A missing adapter directory is rejected as soon as the options are read. `vllm serve --omni`
+    also rejects it.
     """
     with pytest.raises(ValueError, match=r"omni\.model\.loras\.x: nowhere does not exist"):
         DiffusersOptions.parse({"loras": {"x": {"path": "nowhere"}}})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's options are converted to arguments of a pipeline's `__call__`, and client mistakes to
+"""A request's options become arguments of the pipeline's `__call__`, and client mistakes become
 errors.
 """
 
@@ -29,8 +29,8 @@ Image = torch.zeros(8, 8, 3, dtype=torch.uint8)
 
 @pytest.fixture(scope="module")
 def info(tiny_pipelines: Callable[[str], Path]) -> Callable[..., PipelineInfo]:
-    """Return a function: `info(layout, pipeline_class=None)` returns the info of a tiny
-    pipeline.
+    """Return a function, called as `info(layout, pipeline_class=None)`, that returns a tiny
+    pipeline's `PipelineInfo`.
     """
     import diffusers
 
@@ -60,7 +60,7 @@ def refused(
 
 
 def test_sizes_of_the_pipelines(info: Callable[..., PipelineInfo]) -> None:
-    """The size multiple and frame stride of a pipeline are derived from its loaded components."""
+    """A pipeline's size multiple and frame stride are derived from its loaded components."""
     assert [info(layout).size_multiple for layout in ("qwen_image", "flux", "sd3", "wan")] == [
         16,
         16,
@@ -79,10 +79,10 @@ def test_sizes_of_the_pipelines(info: Callable[..., PipelineInfo]) -> None:
 def test_guidance_scale_sets_the_guidance_argument_of_the_pipeline(
     info: Callable[..., PipelineInfo],
 ) -> None:
-    """`guidance_scale` sets the guidance argument of the pipeline. Zero is a valid value.
+    """`guidance_scale` sets the pipeline's guidance argument. Zero is a valid value.
 
-    Qwen-Image uses classifier-free guidance (true_cfg_scale), and FLUX distilled guidance
-    (guidance_scale). Wan has only one guidance argument.
+    Qwen-Image uses classifier-free guidance (`true_cfg_scale`). FLUX uses distilled guidance
+    (`guidance_scale`). Wan has only one guidance argument.
     """
     assert call(info("qwen_image"), guidance_scale=3.0).arguments["true_cfg_scale"] == 3.0
     assert call(info("flux"), guidance_scale=3.0).arguments["guidance_scale"] == 3.0
@@ -95,9 +95,9 @@ def test_guidance_scale_sets_the_guidance_argument_of_the_pipeline(
 
 
 def test_aspect_ratios_and_suffixes_of_qwen_image(info: Callable[..., PipelineInfo]) -> None:
-    """Aspect ratios and prompt suffixes of Qwen-Image are those of its model card.
+    """Qwen-Image's aspect ratios and prompt suffixes match its model card.
 
-    The quality suffix is in the prompt's language and is off by default.
+    The quality suffix is in the language of the prompt and is off by default.
     """
     assert all(side % 16 == 0 for size in ASPECT_RATIOS.values() for side in size)
     wide = call(info("qwen_image"), width=64, height=64, options={"aspect_ratio": "16:9"})
@@ -118,7 +118,7 @@ def test_aspect_ratios_and_suffixes_of_qwen_image(info: Callable[..., PipelineIn
 
 
 def test_deployment_defaults_yield_to_the_request(info: Callable[..., PipelineInfo]) -> None:
-    """A deployment's default values are used only for fields that a request omits."""
+    """A deployment's default applies only if a request omits the field."""
     deployment = {
         "defaults": {"true_cfg_scale": 4.0, "negative_prompt": " ", "num_inference_steps": 7}
     }
@@ -143,8 +143,8 @@ def test_deployment_defaults_yield_to_the_request(info: Callable[..., PipelineIn
 
 
 def test_deployment_defaults_are_checked_at_startup() -> None:
-    """An invalid default value of a deployment is refused at startup, and the error lists the
-    allowed values.
+    """An invalid deployment default is rejected at startup, and the error lists the allowed
+    values.
     """
     with pytest.raises(ValueError, match="allowed values: 'auto', 'off'"):
         DiffusersOptions.parse({"defaults": {"prompt_suffix": "zh"}})
@@ -235,8 +235,8 @@ LATER_TENSORS = {
 def test_refusals(
     info: Callable[..., PipelineInfo], layout: str, fields: dict[str, Any], code: str, words: str
 ) -> None:
-    """A request is refused before the pipeline runs, with an error that states the mistake and the
-    allowed values.
+    """An invalid request is refused before the pipeline runs, with an error that states the mistake
+    and the allowed values.
     """
     failure = refused(info(layout), **fields)
     assert failure.code == code and words in failure.message
@@ -297,7 +297,7 @@ def test_refused_tensors(
     code: str,
     words: str,
 ) -> None:
-    """Tensors with wrong names, shapes, dtypes or values are refused."""
+    """Tensors with wrong names, shapes, dtypes or values are rejected."""
     prompt = None if any("embeds" in name for name in tensors) else "a fox"
     failure = refused(info(layout), tensors, prompt=prompt)
     assert failure.code == code and words in failure.message
@@ -316,13 +316,13 @@ def test_refused_tensors(
 def test_invalid_images_are_refused(
     info: Callable[..., PipelineInfo], image: torch.Tensor, words: str
 ) -> None:
-    """The image of an edit is refused if its dtype, channels or size are wrong."""
+    """An edit's input image is rejected if its dtype, number of channels or size is wrong."""
     failure = refused(info("qwen_image", "QwenImageImg2ImgPipeline"), {"image": image})
     assert failure.code == "invalid_image" and words in failure.message
 
 
 def test_an_edit_without_its_image_is_refused(info: Callable[..., PipelineInfo]) -> None:
-    """An edit without an image is refused, even if the pipeline class gives the argument a
+    """An edit without an image is refused, even if the pipeline class gives the image argument a
     default.
     """
     assert "needs an image" in refused(info("qwen_image", "QwenImageImg2ImgPipeline")).message
@@ -331,8 +331,8 @@ def test_an_edit_without_its_image_is_refused(info: Callable[..., PipelineInfo])
 def test_images_and_masks_with_the_names_of_the_endpoints(
     info: Callable[..., PipelineInfo],
 ) -> None:
-    """Images and masks are accepted with the endpoints' names: `image_1` is added to `image`, and
-    `mask` becomes `mask_image`.
+    """Images and masks are accepted under the names that the endpoints use: `image_1` is added to
+    `image`, and `mask` becomes `mask_image`.
     """
     inpaint = info("qwen_image", "QwenImageInpaintPipeline")
     mask = torch.zeros(8, 8, dtype=torch.uint8)
@@ -353,7 +353,7 @@ def test_capabilities_equal_those_of_the_executor() -> None:
     """Endpoints report the same capabilities as the executor, because both read the same
     signatures.
 
-    The capabilities are the tasks, defaults and limits of known classes.
+    The capabilities are the tasks, defaults and limits of known pipeline classes.
     """
     options = DiffusersOptions()
     qwen = capabilities("QwenImagePipeline", options, 4, distilled=False)
@@ -384,7 +384,7 @@ def test_capabilities_equal_those_of_the_executor() -> None:
 def test_the_family_states_capabilities_of_a_directory(
     tiny_pipelines: Callable[[str], Path],
 ) -> None:
-    """The API server derives the capabilities of a pipeline from its directory and the options."""
+    """The API server derives a pipeline's capabilities from its directory and the options."""
     family = get_family("diffusers_pipeline")
     config = family.hf_config(tiny_pipelines("wan"))
     omni = OmniConfig(model={"defaults": {"width": 64, "height": 32, "num_frames": 9, "fps": 8.0}})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every output type of a pipeline is converted to the same uint8 images as diffusers' PIL
+"""All output types of a pipeline are converted to the same uint8 images as diffusers' PIL
 output.
 """
 
@@ -15,8 +15,8 @@ from vllm_omni.executor.call_results import latents_tensor, result_tensors
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("output_type", ["pt", "np", "pil"])
 def test_images_equal_diffusers_pil_output(output_type: str, dtype: torch.dtype) -> None:
-    """Values are rounded as in diffusers, for every value k/255 and for values in between, in
-    float32 and bfloat16.
+    """All values k/255 and the values between them are rounded as in diffusers, in both float32 and
+    bfloat16.
     """
     decoded = torch.linspace(-1.2, 1.2, 2 * 3 * 64 * 64).reshape(2, 3, 64, 64).to(dtype)
     processor = VaeImageProcessor()
@@ -29,7 +29,7 @@ def test_images_equal_diffusers_pil_output(output_type: str, dtype: torch.dtype)
 
 @pytest.mark.parametrize("output_type", ["pt", "np", "pil"])
 def test_video_frames_equal_diffusers_pil_output(output_type: str) -> None:
-    """The frames of a batch of one video are returned as [T, H, W, 3]."""
+    """The frames of a batch that contains one video are returned with the shape [T, H, W, 3]."""
     decoded = torch.linspace(-1.2, 1.2, 3 * 5 * 16 * 32).reshape(1, 3, 5, 16, 32)
     processor = VideoProcessor()
     frames = processor.postprocess_video(decoded, output_type="pil")[0]
@@ -40,7 +40,7 @@ def test_video_frames_equal_diffusers_pil_output(output_type: str) -> None:
 
 
 def test_alpha_is_dropped_and_gray_is_repeated() -> None:
-    """Results always have three channels: an alpha channel is dropped, and a gray channel is
+    """Results always have three channels: an alpha channel is dropped, and a single grey channel is
     repeated.
     """
     gray = torch.rand(1, 1, 8, 8)
@@ -65,7 +65,7 @@ def test_alpha_is_dropped_and_gray_is_repeated() -> None:
     ],
 )
 def test_unsupported_outputs_raise(output: dict[str, object], video: bool, words: str) -> None:
-    """Audio, several videos and unusual numbers of channels raise a TypeError that names the
+    """Audio, several videos or an unsupported number of channels raise a TypeError that names the
     output.
     """
     with pytest.raises(TypeError, match=words):
@@ -74,7 +74,7 @@ def test_unsupported_outputs_raise(output: dict[str, object], video: bool, words
 
 def test_latents_are_returned_unchanged() -> None:
     """Latents are returned with the pipeline's dtype and shape. Outputs of other types are
-    refused.
+    rejected.
     """
     latents = torch.rand(1, 16, 64)
     assert torch.equal(latents_tensor({"images": latents}), latents)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU threads of a pipeline: its worker thread computes with all of torch's threads, and the
-engine's thread with one.
+"""On a CPU, operations on a pipeline's worker thread use all of torch's threads, whereas operations
+on the engine's thread use only one.
 """
 
 import threading

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The executor implements every call that vLLM's engine makes to workers. The test extracts these
+"""The executor implements every call that vLLM's engine makes to workers. The tests extract these
 calls from vLLM's source.
 """
 
@@ -40,7 +40,7 @@ def requested_of_workers() -> list[str]:
 
 def test_the_pattern_finds_remote_calls() -> None:
     """The pattern finds remote calls in vLLM's source. If vLLM changed the form of these calls, the
-    pattern would find no names, and this test would fail.
+    pattern would no longer match, and this test would fail.
     """
     assert {"get_kv_cache_spec", "initialize_from_config", "sleep", "synchronize_device"} <= set(
         requested_of_workers()
@@ -58,7 +58,7 @@ def test_every_worker_method_exists(name: str) -> None:
 def executor(
     tiny_pipelines: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
-    """A real executor with a real engine configuration, but without an engine."""
+    """Yield a real executor with a real engine configuration but no engine."""
     from vllm.engine.arg_utils import EngineArgs
 
     args = EngineArgs(
@@ -89,7 +89,9 @@ def run(executor: Any, request_id: str = "a") -> Any:
 
 
 def test_calls_at_startup(executor: Any) -> None:
-    """At startup, the executor reports no K/V cache, one task and no compilation."""
+    """At startup, the executor reports no K/V cache and a single supported task, and accepts vLLM's
+    other startup calls.
+    """
     assert executor.get_kv_cache_specs() == [{}]
     assert executor.supported_tasks == ("plugin",)
     assert executor.determine_available_memory() == [0]
@@ -104,16 +106,16 @@ def test_calls_at_startup(executor: Any) -> None:
 
 
 def test_session_statistics_have_the_keys_of_a_worker(executor: Any) -> None:
-    """Session statistics have the same keys as those of a worker, because `/omni/ready` and the
-    metrics read these keys from every executor.
+    """The executor's session statistics have the same keys as a worker's, because `/omni/ready` and
+    the metrics read these keys from every executor.
     """
     (stats,) = executor.collective_rpc("session_stats")
     assert stats.keys() == SessionStore(max_sessions=1, idle_s=1.0).stats().keys()
 
 
 def test_rpcs_by_name_callable_and_future(executor: Any) -> None:
-    """An RPC returns a list with one result. An unknown name or a failure raises an exception,
-    including through a future.
+    """An RPC returns a list with one result. An unknown name or a failure raises an exception, even
+    if the result is read through a future.
     """
     assert executor.collective_rpc("request_progress") == [{}]
     assert executor.collective_rpc(lambda worker, n: [*worker.loras(), n], args=(1,)) == [[1]]
@@ -127,7 +129,9 @@ def test_rpcs_by_name_callable_and_future(executor: Any) -> None:
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_and_wake_give_the_same_image(executor: Any, level: int) -> None:
-    """A sleeping executor refuses requests, and after waking up it generates the same image."""
+    """A sleeping executor refuses requests. After it wakes up, it generates the same image as
+    before.
+    """
     before = run(executor)[1]["images"]
     executor.sleep(level)
     assert executor.is_sleeping and (executor.worker.runner.host.nbytes == 0) == (level == 2)
@@ -139,8 +143,8 @@ def test_sleep_and_wake_give_the_same_image(executor: Any, level: int) -> None:
 
 
 def test_sleep_during_a_request(executor: Any) -> None:
-    """After sleep level 1, a running request continues with bit-identical results. After level 2,
-    it ends with an error.
+    """A request that is running when sleep level 1 starts continues afterwards, and its result is
+    bit-identical to the result without sleep. After sleep level 2, the request ends with an error.
     """
     expected = run(executor)[1]["images"]
     fields = {"prompt": "a fox", "seed": 1, **SMALL}
@@ -162,8 +166,8 @@ def test_sleep_during_a_request(executor: Any) -> None:
 
 
 def test_profiling_traces_the_pipelines_thread(executor: Any) -> None:
-    """A profile that is started during a request contains the operators of the remaining steps,
-    although they run on the pipeline's thread.
+    """A profile started during a request contains the operators of the remaining steps, although
+    they run on the pipeline's thread.
     """
     executor.execute_model(
         step(new=[new_request("p", session_id="p", prompt="a fox", seed=1, **SMALL)])
@@ -183,7 +187,7 @@ def test_profiling_traces_the_pipelines_thread(executor: Any) -> None:
 
 
 def test_each_profile_has_its_own_prefix(executor: Any) -> None:
-    """Each profile uses its own file prefix, not that of an earlier profile."""
+    """Each profile uses its own file prefix rather than an earlier profile's."""
     folder = Path(executor.vllm_config.profiler_config.torch_profiler_dir)
     new = []
     for prefix in ("first", "second", None):
@@ -197,7 +201,7 @@ def test_each_profile_has_its_own_prefix(executor: Any) -> None:
 
 
 def test_unsupported_calls_raise(executor: Any) -> None:
-    """Unsupported calls raise an error instead of doing nothing."""
+    """Unsupported calls raise an error instead of silently doing nothing."""
     with pytest.raises(NotImplementedError, match="save_pretrained"):
         executor.save_sharded_state("x")
     with pytest.raises(NotImplementedError, match="sleep level 2"):
@@ -208,7 +212,7 @@ def test_unsupported_calls_raise(executor: Any) -> None:
 
 
 def test_more_than_one_rank_is_refused(tiny_pipelines: Callable[[str], Path]) -> None:
-    """The config hook refuses more than one rank before a process starts."""
+    """The config hook rejects more than one rank before any process starts."""
     from vllm.engine.arg_utils import EngineArgs
 
     args = EngineArgs(

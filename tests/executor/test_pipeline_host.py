@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a pipeline: their device, dtypes, loading and reloading."""
+"""Tests of a pipeline's weights: device, dtypes, loading and reloading."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from vllm_omni.model_executor.models.diffusers_pipeline.options import Diffusers
 
 @pytest.mark.parametrize("offload", ["model", "sequential"])
 def test_offload_is_refused_on_a_cpu(make_host: MakeHost, offload: str) -> None:
-    """Offloading is refused on a CPU, because the weights are already in host memory."""
+    """Offloading is rejected on a CPU, because the weights are already in host memory."""
     with pytest.raises(
         ValueError, match="requires an accelerator: on a CPU the weights are already in host memory"
     ):
@@ -24,15 +24,15 @@ def test_offload_is_refused_on_a_cpu(make_host: MakeHost, offload: str) -> None:
 
 
 def test_offload_and_interleaving_exclude_each_other() -> None:
-    """Offloading together with interleaving is refused as soon as the options are read, including
-    by `vllm serve --omni`.
+    """The combination of offloading and interleaving is rejected as soon as the options are read.
+    `vllm serve --omni` also rejects it.
     """
     with pytest.raises(ValueError, match=r"interleave 2 needs omni\.model\.offload 'none'"):
         DiffusersOptions.parse({"offload": "model", "interleave": 2})
 
 
 def test_sleep_levels_on_a_cpu(make_host: MakeHost) -> None:
-    """On a CPU, sleep level 1 frees no memory and reports none as freed. Level 2 discards the
+    """On a CPU, sleep level 1 frees no memory and reports zero freed bytes. Level 2 discards the
     weights, and waking up loads them again.
     """
     host = make_host()
@@ -51,8 +51,8 @@ def test_sleep_levels_on_a_cpu(make_host: MakeHost) -> None:
 def test_dtype_of_all_and_of_single_components(
     make_host: MakeHost, tiny_pipelines: Callable[[str], Path]
 ) -> None:
-    """`--dtype` applies to all components, and `component_dtypes` overrides it for the components
-    that it names. Unknown names are refused.
+    """`--dtype` applies to all components, and `component_dtypes` overrides it for the named
+    components. Unknown names are rejected.
     """
     options = DiffusersOptions.parse({"component_dtypes": {"vae": "float32"}})
     host = PipelineHost(tiny_pipelines("wan"), options, CPU, torch.bfloat16)
@@ -65,7 +65,7 @@ def test_dtype_of_all_and_of_single_components(
 
 
 def test_components_can_be_omitted(make_host: MakeHost) -> None:
-    """Components can be omitted. For example, a deployment that receives prompt_embeds needs no
+    """Components can be omitted. For example, a deployment that receives `prompt_embeds` needs no
     text encoder.
     """
     host = make_host(without=["text_encoder", "tokenizer"])
@@ -76,14 +76,14 @@ def test_components_can_be_omitted(make_host: MakeHost) -> None:
 
 
 def test_vae_tiling_enables_slicing(make_host: MakeHost) -> None:
-    """The option for VAE tiling also enables slicing. Both are off by default."""
+    """The VAE tiling option also enables slicing. Both are off by default."""
     host = make_host(vae_tiling=True)
     assert host.pipeline.vae.use_tiling and host.pipeline.vae.use_slicing
     assert not make_host().pipeline.vae.use_tiling
 
 
 def test_a_call_object_shares_only_weights(make_host: MakeHost) -> None:
-    """A call object shares only its weights with the pipeline; it has its own scheduler and call
+    """A call object shares only the weights with the pipeline. It has its own scheduler and call
     state.
     """
     host = make_host()
@@ -94,7 +94,9 @@ def test_a_call_object_shares_only_weights(make_host: MakeHost) -> None:
 
 
 def test_generators_have_consecutive_seeds(make_host: MakeHost) -> None:
-    """The generator of image i has seed + i, which wraps at the largest seed."""
+    """The generator for image i has the seed `seed + i`, which wraps around after the largest
+    seed.
+    """
     host = make_host()
     single = host.generators(7, 1)
     first, second = host.generators(6, 2)
@@ -105,8 +107,8 @@ def test_generators_have_consecutive_seeds(make_host: MakeHost) -> None:
 def test_reload_takes_the_same_class_only(
     make_host: MakeHost, tiny_pipelines: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """A reload accepts only weights of the same pipeline class. Weights of another class are
-    refused, and the pipeline does not change.
+    """A reload accepts only weights of the same pipeline class. If it gets weights of another
+    class, it fails, and the pipeline keeps its weights.
     """
     host = make_host()
     with pytest.raises(ValueError, match="FluxPipeline"):
@@ -121,8 +123,8 @@ def test_reload_takes_the_same_class_only(
 def test_code_in_a_checkpoint_is_not_run(
     tiny_pipelines: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Code in a checkpoint is not run: a component that names a module inside the directory is
-    refused and not imported.
+    """Code in a checkpoint is never run: a component that names a module inside the checkpoint
+    directory is rejected, and the module is not imported.
     """
     evil = tmp_path / "evil"
     shutil.copytree(tiny_pipelines("qwen_image"), evil)
@@ -173,7 +175,7 @@ def test_random_weights_need_configs_only(
 def test_components_named_null_are_absent(
     tiny_pipelines: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """A checkpoint without its text encoder loads, although diffusers does not declare this
+    """A checkpoint without its text encoder can be loaded, although diffusers does not declare this
     component optional.
     """
     directory = tmp_path / "pipeline"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pipeline runner, step by step.
+"""Tests of the pipeline runner, step by step.
 
-Results are bit-identical to those of diffusers, even if other requests fail or are aborted.
+Requests give the same results as in diffusers, bit for bit, even if other requests fail or are
+aborted.
 """
 
 import gc
@@ -55,8 +56,8 @@ def test_several_images_have_consecutive_seeds(
 
 
 def test_steps_progress_and_metadata(make_runner: MakeRunner) -> None:
-    """The first engine step includes encoding, each further step is a denoise step, and the last
-    one also decodes.
+    """The first engine step runs encoding and the first denoise step. Each following engine step
+    runs one denoise step, until a final engine step decodes.
     """
     runner = make_runner()
     assert execute(runner, step(new=[request("a", seed=5)])) == {"a": None}
@@ -75,8 +76,8 @@ def test_steps_progress_and_metadata(make_runner: MakeRunner) -> None:
 def test_stock_scheduler_runs_whole_requests(
     make_runner: MakeRunner, tiny_pipelines: Pipelines
 ) -> None:
-    """With the stock scheduler, one engine step runs several whole requests, and their images are
-    unchanged.
+    """With the stock scheduler, a single engine step runs several whole requests, which generate
+    the same images as diffusers.
     """
     runner = make_runner(step_at_a_time=False)
     results = execute(runner, step(new=[request("a", seed=1), request("b", seed=2)]))
@@ -87,8 +88,8 @@ def test_stock_scheduler_runs_whole_requests(
 def test_requests_run_one_at_a_time_by_default(
     make_runner: MakeRunner, tiny_pipelines: Pipelines
 ) -> None:
-    """By default, a second request waits until the first one has finished. Both results equal those
-    of diffusers.
+    """By default, a second request waits until the first request has finished. Both give the same
+    results as diffusers.
     """
     runner = make_runner()
     execute(runner, step(new=[request("a", seed=1), request("b", seed=2)]))
@@ -97,7 +98,7 @@ def test_requests_run_one_at_a_time_by_default(
     for _ in range(3):
         results = execute(runner, step(running=["a", "b"]))
     assert torch.equal(images(results["a"]), reference(tiny_pipelines("qwen_image"), 1))
-    # The second request started in the same engine step in which the first one ended.
+    # The second request started in the same engine step in which the first request ended.
     assert runner.request_progress()["b"] == [1, 4]
     for _ in range(4):
         results = execute(runner, step(running=["b"], finished=["a"]))
@@ -108,7 +109,7 @@ def test_requests_run_one_at_a_time_by_default(
 def test_interleaved_requests_equal_single_ones(
     make_runner: MakeRunner, tiny_pipelines: Pipelines, layout: str
 ) -> None:
-    """Two interleaved requests with different numbers of steps and sizes alternate. Their
+    """Two interleaved requests with different image sizes and numbers of steps take turns. Their
     schedulers are independent.
     """
     frames = {"num_frames": 5} if layout == "wan" else {}
@@ -129,10 +130,10 @@ def test_interleaved_requests_equal_single_ones(
 def test_an_abort_stops_before_the_next_step(
     make_runner: MakeRunner, tiny_pipelines: Pipelines
 ) -> None:
-    """When a request is aborted in its second of four steps, no further step runs, and its latents
-    are freed.
+    """When a request is aborted in the second of its four steps, no later step runs, and its
+    latents are freed.
 
-    The next request is unaffected.
+    The next request is not affected.
     """
     runner = make_runner()
     transformer = runner.host.pipeline.transformer
@@ -153,7 +154,7 @@ def test_an_abort_stops_before_the_next_step(
 
 
 def test_a_waiting_request_can_be_aborted(make_runner: MakeRunner) -> None:
-    """A waiting request that is aborted never starts, and the running request continues."""
+    """If a waiting request is aborted, it never starts, and the running request continues."""
     runner = make_runner()
     execute(runner, step(new=[request("a", seed=1), request("b", seed=2)]))
     execute(runner, step(running=["a"], finished=["b"]))
@@ -163,15 +164,15 @@ def test_a_waiting_request_can_be_aborted(make_runner: MakeRunner) -> None:
 def test_an_error_fails_only_its_request(
     make_runner: MakeRunner, tiny_pipelines: Pipelines
 ) -> None:
-    """A refusal, a failure inside the model, or non-finite values fail only the request in which
-    they occur.
+    """A refusal, a failure inside the model or non-finite values cause only the affected request to
+    fail.
     """
     runner = make_runner(interleave=2)
     transformer = runner.host.pipeline.transformer
     calls = {"n": 0}
 
     def fail(module: Any, args: Any, kwargs: Any) -> None:
-        # Only the request of 64x64 pixels fails, not the one of 32x48.
+        # Only the 64x64 request fails, not the 32x48 request.
         if kwargs["hidden_states"].shape[1] == 16:
             calls["n"] += 1
             if calls["n"] == 2:
@@ -202,8 +203,8 @@ def test_an_error_fails_only_its_request(
 
 
 def test_a_value_error_of_the_pipeline_is_a_client_error(make_runner: MakeRunner) -> None:
-    """A ValueError before the first step is a client error. Its message is returned only if it
-    reveals no internals.
+    """A ValueError before the first step is a client error. The error message is returned only if
+    it reveals no internals.
     """
     runner = make_runner("wan")
     failure = run_to_end(runner, request("a", num_frames=5, options={"guidance_scale_2": 3.0}))["a"]
@@ -227,7 +228,7 @@ def test_an_error_of_the_device_ends_the_engine(make_runner: MakeRunner) -> None
 
 
 def test_out_of_memory_fails_one_request(make_runner: MakeRunner) -> None:
-    """Running out of memory fails one request with its own error code."""
+    """If a request runs out of memory, only that request fails, with its own error code."""
     runner = make_runner()
 
     def fail(module: Any, args: Any) -> None:
@@ -248,8 +249,8 @@ def test_latents_on_request(make_runner: MakeRunner) -> None:
 def test_image_to_image_and_inpainting_by_pipeline_class(
     make_runner: MakeRunner, tiny_pipelines: Pipelines
 ) -> None:
-    """The same pipeline directory also runs with the pipeline classes for image-to-image and
-    inpainting.
+    """The same pipeline directory can also be run with the image-to-image and inpainting pipeline
+    classes.
 
     `strength` reduces the number of steps and the reported progress.
     """
@@ -277,7 +278,7 @@ def test_image_to_image_and_inpainting_by_pipeline_class(
 
 
 def test_session_operations_without_sessions(make_runner: MakeRunner) -> None:
-    """A pipeline has no sessions: the operation `close` succeeds and `fork` is refused."""
+    """A pipeline has no sessions: the `close` operation succeeds, and `fork` is refused."""
     runner = make_runner()
     closed = run_to_end(runner, new_request("c", session_id="s", op="close"))["c"]
     assert closed[0]["existed"] is False

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request with prompt embeddings returns the same image as a request with the prompt's text."""
+"""A request that sends prompt embeddings gets the same image as a request that sends the prompt as
+text.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +19,8 @@ PROMPT = "a red fox under 三 trees {not a field}"
 
 
 def states_of(path: Path, prompt: str) -> torch.Tensor:
-    """Return the hidden states [L, D] that an autoregressive engine returns: the last layer, after
-    the final norm.
+    """Return the hidden states that an autoregressive engine would return: those of the last layer,
+    after the final norm. Shape: [L, D].
     """
     from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
@@ -32,8 +34,8 @@ def states_of(path: Path, prompt: str) -> torch.Tensor:
 def test_template_and_offset_equal_those_of_the_pipeline(
     tiny_pipelines: Callable[[str], Path],
 ) -> None:
-    """The prompt template and offset equal those of diffusers' pipeline. Braces in a prompt are
-    treated as ordinary text.
+    """The prompt template and offset are the same as in the diffusers pipeline. Braces in a prompt
+    are ordinary text.
     """
     import diffusers
 
@@ -49,8 +51,8 @@ def test_embeddings_equal_the_text(
     tiny_pipelines: Callable[[str], Path],
     without: list[str],
 ) -> None:
-    """Positive and negative embeddings yield an image that is bit-identical to that from text, with
-    and without a loaded text encoder.
+    """Positive and negative embeddings yield the same image as text, bit for bit, whether or not a
+    text encoder is loaded.
     """
     path = tiny_pipelines("qwen_image")
     positive = qwen_image.prompt_embeds(states_of(path, PROMPT))
@@ -77,8 +79,8 @@ def test_embeddings_equal_the_text(
 def test_text_without_a_text_encoder_is_refused(
     make_runner: Callable[..., PipelineRunner],
 ) -> None:
-    """If no text encoder is loaded, a text prompt is refused, and the error names the tensors to
-    send instead.
+    """If no text encoder is loaded, a text prompt is refused, and the error names the tensors that
+    the client must send instead.
     """
     runner = make_runner(without=["text_encoder", "tokenizer"])
     failure = run_to_end(runner, new_request("a", session_id="a", prompt="a fox", **SMALL))["a"]
@@ -86,6 +88,6 @@ def test_text_without_a_text_encoder_is_refused(
 
 
 def test_too_few_states_are_refused() -> None:
-    """Hidden states that cover only the tokens of the template are refused."""
+    """Hidden states that contain only the template's tokens are rejected."""
     with pytest.raises(ValueError, match="more than 34 tokens"):
         qwen_image.prompt_embeds(torch.zeros(34, 8))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step caching in diffusers pipelines (`options.first_block_cache`) is enabled per request."""
+"""In diffusers pipelines, each request can enable step caching with `options.first_block_cache`."""
 
 from collections.abc import Callable
 from pathlib import Path

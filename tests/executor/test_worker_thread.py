@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WorkerThread`: work pauses at its pause points, where it can be resumed or cancelled."""
+"""`WorkerThread` pauses work at pause points, where the work can be resumed or cancelled."""
 
 import threading
 
@@ -19,7 +19,7 @@ def counting(trace: list[object]) -> object:
 
 
 def test_work_advances_from_pause_to_pause() -> None:
-    """Each call of `advance` runs the work to its next pause point, and the last call returns the
+    """Each `advance` call runs the work to its next pause point, and the last call returns the
     result.
     """
     thread, trace = WorkerThread[str]("t"), []
@@ -32,8 +32,8 @@ def test_work_advances_from_pause_to_pause() -> None:
 
 @pytest.mark.parametrize("advances", [0, 1, 3])
 def test_cancel_ends_the_work_at_its_pause_point(advances: int) -> None:
-    """Cancelled work never starts, or unwinds from its current pause point. The thread can then be
-    used again.
+    """If work is cancelled, it either never starts or unwinds from its current pause point. The
+    thread can then be reused.
     """
     thread, trace = WorkerThread[str]("t"), []
     thread.start_work(counting(trace))
@@ -72,7 +72,7 @@ def test_cancel_is_not_caught_by_except_exception() -> None:
 
 
 def test_errors_of_the_work_are_raised_by_advance() -> None:
-    """`advance` re-raises an exception that the work raised, and the thread can be used again."""
+    """`advance` re-raises any exception that the work raised, and the thread can be reused."""
     thread = WorkerThread[None]("t")
 
     def failing(pause: PausePoint) -> None:
@@ -89,7 +89,7 @@ def test_errors_of_the_work_are_raised_by_advance() -> None:
 
 def test_calls_run_on_the_worker_thread() -> None:
     """`call` runs a function on the worker thread, even during a request, for example to start a
-    profiler there. The function's errors are raised in the caller.
+    profiler on that thread. If the function fails, `call` raises its exception in the caller.
     """
     thread, threads = WorkerThread[str]("t"), []
     thread.call(lambda: threads.append(threading.current_thread().name))
@@ -109,7 +109,7 @@ def test_calls_run_on_the_worker_thread() -> None:
 
 
 def test_closing_a_busy_worker_ends_its_thread() -> None:
-    """`close` cancels the work of a busy thread and joins the thread."""
+    """`close` cancels a busy thread's work and joins the thread."""
     thread = WorkerThread[str]("worker of this test")
     thread.start_work(counting([]))
     thread.advance()
@@ -119,7 +119,7 @@ def test_closing_a_busy_worker_ends_its_thread() -> None:
 
 
 def _names_of_threads() -> set[str]:
-    """Return the names of the running threads. Their number would not suffice, because other
-    threads may end meanwhile.
+    """Return the names of the running threads. Counting them would not suffice, because other
+    threads may end in the meantime.
     """
     return {thread.name for thread in threading.enumerate()}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The walks that the golden-video tests compare. As a script, this module records the frames of
-the tiny checkpoint.
+r"""Runs the walks that the golden-video tests compare. When run as a script, this module records
+the tiny checkpoint's frames.
 
-Record the frames again only if they are meant to change, and say so in the commit message:
+Record the frames again only if they are meant to change, and mention this in the commit message:
 
     PYTHONPATH=tests python tests/golden_video/lingbot_walk.py \
         tests/golden/lingbot_video/tiny_32x48.npz
@@ -60,13 +60,15 @@ async def walk(
 
 
 def start_image() -> torch.Tensor:
-    """Return an asymmetric image, uint8 [32, 48, 3]."""
+    """Return an asymmetric image. Shape: [32, 48, 3], uint8."""
     y, x = torch.meshgrid(torch.arange(HEIGHT), torch.arange(WIDTH), indexing="ij")
     return torch.stack((y * 7, x * 5, x + y), dim=-1).to(torch.uint8)
 
 
 def tiny_frames(checkpoint: Path) -> np.ndarray:
-    """Generate three chunks in fp32 with the tiny checkpoint (seed 0), uint8 `[33, 32, 48, 3]`."""
+    """Return the frames of three chunks generated in fp32 with the tiny checkpoint and seed 0.
+    Shape: [33, 32, 48, 3], uint8.
+    """
 
     async def run() -> list[torch.Tensor]:
         async with running_engine(

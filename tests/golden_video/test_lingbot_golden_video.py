@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole videos from the real engine: frames of the tiny checkpoint equal a recording, and videos
-from real weights have the expected properties.
+"""Tests of whole videos from the real engine. The tiny checkpoint's frames must match a recording,
+and videos generated with real weights must have the expected properties.
 
-`lingbot_walk.py` next to this file makes the recording. The second test runs if these variables are
-set: LINGBOT_WORLD_FAST_PATH (checkpoint), LINGBOT_WORLD_FAST_CAMERA_PATH (folder with poses.npy and
-intrinsics.npy of at least 21 frames, and optionally prompt.txt) and LINGBOT_WORLD_FAST_IMAGE (start
-image).
+`lingbot_walk.py`, next to this file, makes the recording. The second test runs if these variables
+are set: LINGBOT_WORLD_FAST_PATH (checkpoint), LINGBOT_WORLD_FAST_CAMERA_PATH (folder with poses.npy
+and intrinsics.npy for at least 21 frames, and optionally prompt.txt) and LINGBOT_WORLD_FAST_IMAGE
+(start image).
 
-LINGBOT_WORLD_FAST_GOLDEN_PATH may name a folder with some of the files
-golden_frames_{short,long}_{first,last}.npy. They contain the first and the last frame of two clips
-from the reference implementation: a short one, for which 25 frames are requested and 21 generated,
-and a long one of 81 frames. The test then also prints SSIM and PSNR against these frames (visible
-with `pytest -s`). The arrays are [H, W, 3] or [3, H, W] in uint8, or in floats in [-1, 1]. The test
-sets no limits for SSIM and PSNR, because the reference draws the noise for a whole clip at once,
-whereas this package draws it for each chunk and step.
+LINGBOT_WORLD_FAST_GOLDEN_PATH can name a folder with some of the files
+golden_frames_{short,long}_{first,last}.npy. These files contain the first and last frames of two
+clips from the reference implementation. For the short clip, 25 frames are requested and 21
+generated. The long clip has 81 frames. The test then also prints SSIM and PSNR against these frames
+(visible with `pytest -s`). The arrays have the shape [H, W, 3] or [3, H, W] and are uint8, or
+floats in [-1, 1]. The test sets no limits for SSIM and PSNR, because the reference samples the
+noise for a whole clip at once, whereas this package samples it for each chunk and step.
 """
 
 import asyncio
@@ -39,12 +39,12 @@ REAL_WEIGHTS = (
 REAL_HEIGHT, REAL_WIDTH = 480, 832
 REAL_CHUNK_FRAMES = (9, 12)
 REFERENCE_FRAMES = {"short": sum(REAL_CHUNK_FRAMES), "long": 81}
-"""Number of frames in each reference clip, by the clip's name."""
+"""Number of frames in each reference clip, by clip name."""
 
 
 def reference_frames(folder: Path) -> dict[tuple[str, int], np.ndarray]:
-    """Return the reference frames as uint8, keyed by (file name, index in the video). At least one
-    file must exist.
+    """Return the reference frames as uint8, keyed by file name and frame index. At least one file
+    must exist.
     """
     found = {}
     for clip, count in REFERENCE_FRAMES.items():
@@ -57,7 +57,9 @@ def reference_frames(folder: Path) -> dict[tuple[str, int], np.ndarray]:
 
 
 def likeness(made_THWC: np.ndarray, references: dict[tuple[str, int], np.ndarray]) -> list[str]:
-    """Return a line of text with SSIM and PSNR for each reference frame."""
+    """Return a line of text for each reference frame, with the generated frame's SSIM and PSNR
+    against it.
+    """
     lines = []
     for (name, index), frame in references.items():
         found = likeness_of_frames(made_THWC[[index]], frame[None])
@@ -74,12 +76,12 @@ def recorded() -> np.ndarray:
 
 
 def test_the_tiny_world_looks_as_recorded(lingbot_world: Path, recorded: np.ndarray) -> None:
-    """Three chunks under held keys equal the recording.
+    """Three chunks generated with held keys match the recording.
 
-    On a CPU, each pixel value is equal or off by one, because processors differ in the order of
-    fp32 sums, which can change how a value is rounded. This check is strict: one key less in the
-    second chunk changes values by up to 13, although SSIM stays at 0.998. On CUDA, where torch lets
-    fp32 convolutions use TF32, only SSIM is checked.
+    On a CPU, each pixel value may be off by one, because processors differ in the order in which
+    they add fp32 values, which can change how a pixel value is rounded. This check is strict:
+    without one of the second chunk's keys, values change by up to 13, although SSIM stays at 0.998.
+    On CUDA, where torch lets fp32 convolutions use TF32, only SSIM is checked.
     """
     frames_THWC = tiny_frames(lingbot_world)
     assert frames_THWC.shape == recorded.shape
@@ -94,7 +96,7 @@ def test_the_tiny_world_looks_as_recorded(lingbot_world: Path, recorded: np.ndar
 )
 def test_real_weights_start_from_the_image_and_repeat_themselves() -> None:
     """With real weights, latents are finite, the first frame shows the start image, and two runs
-    are bit-identical.
+    yield bit-identical results.
     """
     model, camera, image = (Path(os.environ[name]) for name in REAL_WEIGHTS)
     img = Image.open(image).convert("RGB")
@@ -128,10 +130,11 @@ def test_real_weights_start_from_the_image_and_repeat_themselves() -> None:
 
 
 def uploaded_chunks(camera: Path, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Return the first frames of the camera folder as tensors, for one request per chunk.
+    """Return the poses and intrinsics of the camera folder's first frames, split into one request
+    per chunk.
 
     Args:
-        sizes: Number of frames of each chunk.
+        sizes: Number of frames in each chunk.
     """
     poses_N44 = torch.from_numpy(np.load(camera / "poses.npy", allow_pickle=False))
     intrinsics = torch.from_numpy(np.load(camera / "intrinsics.npy", allow_pickle=False))

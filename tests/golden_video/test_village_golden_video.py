@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fixed walk through the shipped village, compared with a recording and with the rendered ground
-truth.
+"""Tests that compare a fixed walk through the shipped village with a recording and with the
+rendered ground truth.
 
-The environment variable TINY_WORLD_PATH selects another checkpoint of the village.
+The TINY_WORLD_PATH environment variable selects another village checkpoint.
 test_lingbot_golden_video.py tests released LingBot weights.
 """
 
@@ -25,11 +25,12 @@ def videos() -> list[torch.Tensor]:
 
 
 def test_the_village_looks_as_recorded(videos: list[torch.Tensor]) -> None:
-    """On a CPU, no pixel value differs from the recording by more than 8, and the PSNR of the
-    frames is at least 45 dB.
+    """On a CPU, no pixel value differs from the recording by more than 8, and the frames' PSNR is
+    at least 45 dB.
 
-    Processors differ in the order of fp32 sums, and each latent frame depends on the previous ones.
-    On CUDA, where convolutions may use TF32, the limit is 35 dB.
+    Processors add fp32 values in different orders, and such differences grow, because each latent
+    frame depends on the previous ones. On CUDA, where convolutions may use TF32, the PSNR limit is
+    35 dB.
     """
     with Image.open(GOLDEN) as image:
         recorded = np.asarray(image).astype(int)
@@ -45,10 +46,10 @@ def test_sessions_side_by_side_are_equal(videos: list[torch.Tensor]) -> None:
 
 
 def test_the_village_is_like_the_truth(videos: list[torch.Tensor]) -> None:
-    """Each chunk is close to the ground truth in PSNR and in sharpness. Sharpness is tested because
-    PSNR by itself rewards blur.
+    """Each chunk is close to the ground truth in PSNR and in sharpness. Sharpness is tested too,
+    because PSNR by itself rewards blur.
 
-    The frames of a different walk would miss both limits by far.
+    The frames of a different walk would miss both limits by a wide margin.
     """
     truth = rendered(Renderer("cpu", HEIGHT, WIDTH, compiled=False, frames_per_call=1), [WALK])
     found = against_truth(latent_frames(videos[:1]), truth)

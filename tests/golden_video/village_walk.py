@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The walk through the shipped village that the golden-video test compares with a recording. As a
-script, this module records it.
+"""Runs the walk through the shipped village that the golden-video test compares with a recording.
+When run as a script, this module makes the recording.
 
-Record the walk again when the shipped weights change or frames are meant to change, and say so in
-the commit message:
+Record the walk again if the shipped weights change or if the frames are meant to change, and
+mention this in the commit message:
 
     python tests/golden_video/village_walk.py
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-# When this file runs as a script, Python must find the package `training` next to `tests`.
+# When this file is run as a script, Python must find the `training` package next to `tests`.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from training.tiny_world.play import EngineWorld, Played
@@ -26,13 +26,13 @@ HEIGHT, WIDTH = 96, 160
 WALK = Played(
     (1.2, -4.0), 0.0, ("", "w", "w", "wl", "wl", "l", "j", "j", "w"), 0, {0: PROMPTS["day"][0]}, 7
 )
-"""Three chunks across the square: forward, forward and right, back and left."""
+"""Keys of three chunks across the square: forward, forward and right, back and left."""
 KEPT_LATENTS = (2, 5, 8)
 """Latent frames in the recording: the last latent frame of each chunk."""
 
 
 def village() -> Path:
-    """Return the path of the shipped checkpoint, or the path in TINY_WORLD_PATH."""
+    """Return the path set in TINY_WORLD_PATH, or else the path of the shipped checkpoint."""
     named = os.environ.get("TINY_WORLD_PATH")
     if named:
         return Path(named)
@@ -42,8 +42,8 @@ def village() -> Path:
 
 
 def made_frames(checkpoint: Path, start_HW3: torch.Tensor) -> list[torch.Tensor]:
-    """Return the frames of the walk from two sessions of one engine, uint8 [33, 96, 160, 3]
-    each.
+    """Return the walk's frames from two sessions of one engine. Shape of each: [33, 96, 160, 3],
+    uint8.
     """
     world = EngineWorld(
         checkpoint, (HEIGHT, WIDTH), omni={}, batch=2, dtype="float32", enforce_eager=True
@@ -55,7 +55,9 @@ def made_frames(checkpoint: Path, start_HW3: torch.Tensor) -> list[torch.Tensor]
 
 
 def kept(video_THW3: torch.Tensor) -> torch.Tensor:
-    """Return the recorded frames of a video as one image, stacked vertically."""
+    """Return the video's frames at `KEPT_LATENTS`, stacked vertically as one image, as the
+    recording stores them.
+    """
     return torch.cat([video_THW3[4 * latent] for latent in KEPT_LATENTS])
 
 

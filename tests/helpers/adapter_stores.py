@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build an `AdapterStore` for a model that a test drives without an engine."""
+"""Builds an `AdapterStore` for a model that a test drives without an engine."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +22,7 @@ def make_store(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> AdapterStore:
-    """Return an adapter store for the layers of a model, with adapters loaded.
+    """Return an adapter store for a model's layers, with the given adapters loaded.
 
     Args:
         adapters: File or directory of each adapter, by name.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drives a streaming model in this process as the runner does: steps, chunks and pipeline
-stages.
+"""Helpers that drive a streaming model in this process as the runner does: by steps, chunks and
+pipeline stages.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -13,7 +13,7 @@ Bits = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 
 def step(model: Any, batch: Sequence[Any]) -> None:
-    """Run one denoise step of a batch of requests, which may be at different steps."""
+    """Run one denoise step for a batch of requests. The requests may be at different steps."""
     model.step_scheduler(batch, model.denoise_step(batch))
     for request in batch:
         request.step += 1
@@ -34,16 +34,14 @@ def run_steps(model: Any, request: Any) -> None:
 
 
 def run_request(model: Any, request: Any) -> Result:
-    """Run the whole request of one chunk in a batch of its own: prepare, denoise, decode and
-    commit.
-    """
+    """Run a chunk's whole request in a batch of its own: prepare, denoise, decode and commit."""
     run_steps(model, request)
     return finish(model, request)
 
 
 def step_stages(stages: Sequence[Any], batches: Sequence[Sequence[Any]]) -> None:
-    """Run `step` through pipeline stages. Each stage has its own batch with its own copies of the
-    requests.
+    """Run `step` through pipeline stages. Each stage has its own batch, which contains its own
+    copies of the requests.
     """
     hidden = None
     for model, batch in zip(stages, batches, strict=True):
@@ -74,20 +72,20 @@ def run_staggered(
     make_request: Callable[[Any, int], Any],
     chunks: int = 3,
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
-    """Run three sessions by themselves, and then in shared batches.
+    """Run three sessions, first one at a time and then in shared batches.
 
-    In the shared run, each session starts one step after the preceding one. As in the runner,
+    In the shared run, each session starts one step after the preceding session. As in the runner,
     requests with the same `batch_key` share a batch.
 
     Args:
         model: Model that runs the sessions.
-        open_session: Opens the session with a given id.
-        make_request: Returns the next request of a session for latents with a given seed.
-        chunks: Number of chunks of each session.
+        open_session: Opens a session with the given id.
+        make_request: Returns a session's next request, for latents with the given seed.
+        chunks: Number of chunks per session.
 
     Returns:
-        The latents of each chunk from a shared batch and from a run by itself, and the number of
-            batches whose requests were at different steps.
+        The latents of each chunk from the shared run and from the session's own run, and the number
+        of batches with requests at different steps.
     """
     alone: dict[str, list[torch.Tensor]] = {}
     for seed, name in enumerate("abc"):
@@ -121,26 +119,24 @@ def run_staggered(
 
 
 def session_bits(session: Any) -> Bits:
-    """Return a copy of all tensors and scalars of a session."""
+    """Return copies of all of a session's tensors and scalars."""
     return {name: tensor.clone() for name, tensor in session.tensors().items()}, session.scalars()
 
 
 def assert_same(session: Any, before: Bits) -> None:
-    """Assert that a session still equals `before`, the result of an earlier call of
-    `session_bits`.
-    """
+    """Assert that a session still equals `before`, the result of an earlier `session_bits` call."""
     tensors, scalars = session.tensors(), session.scalars()
     assert scalars == before[1] and tensors.keys() == before[0].keys()
     assert [name for name in tensors if not torch.equal(tensors[name], before[0][name])] == []
 
 
 def run_vae_stage(layers: Any, vae: Any, ours: Any, theirs: Any) -> Result:
-    """Run one chunk on a rank with layers and decode it on a VAE stage.
+    """Run one chunk on a rank that has transformer layers, and decode it on a VAE stage.
 
     Args:
-        layers: Model of the rank with layers.
-        vae: Model of the VAE stage.
-        ours: The chunk's request on the rank with layers.
+        layers: The model on the rank that has transformer layers.
+        vae: The model on the VAE stage.
+        ours: The chunk's request on the rank that has transformer layers.
         theirs: The chunk's request on the VAE stage.
     """
     layers.prepare_encode(ours)
@@ -160,13 +156,13 @@ def run_vae_stage(layers: Any, vae: Any, ours: Any, theirs: Any) -> Result:
 def run_adapted(
     model: Any, store: Any, choices: Sequence[Any], make_request: Callable[[], Any]
 ) -> list[torch.Tensor]:
-    """Return the latents of successive chunks of a session with adapters.
+    """Return the latents of successive chunks of a session that uses adapters.
 
     Args:
         model: Model that runs the session.
-        store: Adapter store of the model.
-        choices: Adapters of each chunk.
-        make_request: Returns the request of the next chunk.
+        store: The model's adapter store.
+        choices: Adapters for each chunk.
+        make_request: Returns the next chunk's request.
     """
     latents: list[torch.Tensor] = []
     before = None

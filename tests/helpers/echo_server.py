@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small servers that respond with their names, for tests of a reverse proxy in front of them."""
+"""Small servers that respond with their names. Reverse proxy tests put them behind the proxy."""
 
 import asyncio
 from typing import Any
@@ -9,8 +9,8 @@ from helpers.waits import exactly_in_task, pause_task
 
 
 class EchoServer:
-    """A server that responds with its name. `status` is the readiness that it reports, as
-    `/omni/ready` of a real server does.
+    """A server that responds with its name. It reports `status` as its readiness, as a real server
+    does at `/omni/ready`.
     """
 
     def __init__(self, name: str) -> None:
@@ -45,7 +45,7 @@ class EchoServer:
         self.port = self.runner.addresses[0][1]
 
     async def die(self) -> None:
-        """Stop the server like a killed process: its connections are aborted."""
+        """Stop the server and abort its connections, as if its process had been killed."""
         for each in self.sockets:
             if each._req is not None and each._req.transport is not None:
                 each._req.transport.abort()
@@ -59,8 +59,8 @@ class EchoServer:
         return web.Response(status=401)
 
     async def _refuse_body(self, request: web.Request) -> web.Response:
-        """Refuse a request without reading its body. Closing a connection that has unread bytes
-        resets the connection.
+        """Refuse a request without reading its body. The unread bytes cause the kernel to reset the
+        connection when it is closed.
         """
         self.num_refused += 1
         response = web.Response(status=507, text="no room")

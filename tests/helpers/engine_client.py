@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drive a real engine (`AsyncLLM` with an EngineCore and worker processes) chunk by chunk."""
+"""Drives a real engine (`AsyncLLM` with an EngineCore and worker processes) chunk by chunk."""
 
 import asyncio
 import contextlib
@@ -40,10 +40,10 @@ class EngineClient:
         request_id: str | None = None,
         **fields: Any,
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Run one request to its end.
+        """Run one request to completion.
 
         Raises:
-            RequestFailed: The request failed. The exception contains the error that a client would
+            RequestFailed: The request failed. The exception holds the error that a client would
                 receive.
         """
         request_id = request_id or f"request-{next(self._numbers)}"
@@ -53,7 +53,7 @@ class EngineClient:
         return unpack(last.outputs.data)
 
     async def chunks(self, session_id: str, count: int, **fields: Any) -> list[torch.Tensor]:
-        """Generate `count` chunks of one session in sequence and return their latents."""
+        """Generate `count` chunks of a single session in sequence and return their latents."""
         latents = []
         for index in range(count):
             prompt = "a field" if index == 0 else None
@@ -77,7 +77,7 @@ class EngineClient:
                 await asyncio.sleep(0)
 
     async def until_disconnected(self, session_id: str) -> None:
-        """Wait until the first rank runs no request of the session."""
+        """Wait until the first rank is running no request for the session."""
         async with asyncio.timeout(seconds(60)):
             while session_id in await self.progress():
                 await asyncio.sleep(0)
@@ -87,15 +87,15 @@ class EngineClient:
         return (await self.engine.collective_rpc("request_progress"))[0]  # type: ignore[no-any-return]
 
     async def stats(self) -> dict[str, Any]:
-        """Return the session statistics of the last rank, because earlier stages record a commit
-        one step later.
+        """Return the last rank's session statistics. Earlier pipeline stages record a commit one
+        step later.
         """
         return (await self.engine.collective_rpc("session_stats"))[-1]
 
 
 @dataclass(frozen=True)
 class SharedEngine:
-    """An engine, with its event loop, that several tests use one after another."""
+    """An engine and its event loop, used by several tests in turn."""
 
     client: EngineClient
     runner: asyncio.Runner
@@ -104,7 +104,7 @@ class SharedEngine:
         return self.runner.run(work)
 
     def clear(self) -> None:
-        """Close every session, so that the next test finds the engine in its initial state."""
+        """Close every session, so that the next test finds no sessions in the engine."""
 
         async def close() -> None:
             for session_id in (await self.client.stats())["chunks"]:
@@ -115,7 +115,7 @@ class SharedEngine:
 
 @contextlib.contextmanager
 def shared_engine(*args: Any, **kwargs: Any) -> Iterator[SharedEngine]:
-    """Run `running_engine` for a fixture of module or package scope."""
+    """Run `running_engine` for a fixture with module or package scope."""
     with asyncio.Runner() as runner:
         engine = running_engine(*args, **kwargs)
         yield SharedEngine(runner.run(engine.__aenter__()), runner)
@@ -126,7 +126,7 @@ def shared_engine(*args: Any, **kwargs: Any) -> Iterator[SharedEngine]:
 async def running_engine(
     model: Path, omni: Mapping[str, Any] | None = None, **engine_args: Any
 ) -> AsyncIterator[EngineClient]:
-    """Start a small engine on `model`; stop the engine and all of its processes at the end."""
+    """Start a small engine on `model`. At the end, stop the engine and all of its processes."""
     size = engine_args.get("tensor_parallel_size", 1) * engine_args.get("pipeline_parallel_size", 1)
     # Each rank is bound to one core, because vLLM would otherwise require a NUMA node for each
     # rank.

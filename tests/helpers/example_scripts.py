@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run or import scripts of `examples/offline_inference`."""
+"""Runs or imports scripts from `examples/offline_inference`."""
 
 import subprocess
 from pathlib import Path
@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "offline_inference"
 def run_example(
     name: str, *arguments: object, status: int = 0
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a script to its end and check its exit status.
+    """Run a script to completion and check its exit status.
 
     The script must stop its engine. If the engine stops only when the interpreter exits, vLLM often
     warns that the engine has died unexpectedly.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fake of vLLM's engine client, and a real server with all endpoints.
 
-With `FakeEngine`, a test of an endpoint takes milliseconds. `FakeEngine` behaves like the real
-engine: a chunk is one pooling request, the chunks of a session run in order and one at a time,
-cancelling an `encode` call does not abort its request, an aborted chunk commits nothing, and errors
-are returned as envelopes.
+With `FakeEngine`, an endpoint test takes milliseconds. `FakeEngine` behaves like the real engine: a
+chunk is one pooling request, and a session's chunks run in order and one at a time. Cancelling an
+`encode` call does not abort its request. An aborted chunk commits nothing, and errors are returned
+as envelopes.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from vllm_omni.outputs import RequestFailed, pack, pack_error
 from vllm_omni.worlds.grid import OccupancyGrid
 from vllm_omni.worlds.start_pose import START_POSE, StartPose
 
-FIRST, LATER = 9, 12  # number of pixel frames in the first and in every later chunk
+FIRST, LATER = 9, 12  # number of pixel frames in the first chunk and in each later chunk
 
 
 def first_frame_of(chunk_index: int) -> int:
@@ -52,7 +52,7 @@ def first_frame_of(chunk_index: int) -> int:
 
 @dataclass
 class World:
-    """State of one session inside the fake engine."""
+    """State of one session in the fake engine."""
 
     height: int
     width: int
@@ -74,17 +74,17 @@ class Call:
 class FakeEngine:
     """An engine client that numbers its frames.
 
-    All pixels of a session's frame n have the value n % 256, except that the red value of pixel (0,
-    0) is the chunk index.
+    All pixels of a session's frame n have the value n % 256. The only exception is the red value of
+    pixel (0, 0), which is the chunk index.
 
     Args:
-        delay_s: Duration of a chunk in seconds.
+        delay_s: Time in seconds that each chunk takes.
         close_delay_s: Time in seconds that freeing a session takes.
         max_worlds: Maximum number of sessions.
         noise: Whether frames consist of noise, which cannot be compressed.
-        start_pose: Pose that is recognised for every start image. Default: unknown.
-        grid: Obstacles that stop walkers. Chunks with actions then report `world_poses`.
-        fail: Function that is called with each generate request and may raise an error.
+        start_pose: Pose that the engine recognises for every start image. Default: unknown.
+        grid: Obstacles that stop walkers. If set, chunks with actions report `world_poses`.
+        fail: Function called with each generate request. It can raise an error.
     """
 
     def __init__(self) -> None:
@@ -204,10 +204,10 @@ class FakeEngine:
 
 
 class EndpointServer:
-    """All endpoints in a real uvicorn server on a loopback port, in its own thread.
+    """All endpoints in a real uvicorn server, which runs on a loopback port in its own thread.
 
     Leaving the context does not wait for the server to stop, because uvicorn takes 0.2 s to stop
-    and hundreds of tests use this class. `wait_until_all_ended` waits.
+    and hundreds of tests use this class. To wait for it, call `wait_until_all_ended`.
     """
 
     _ending: ClassVar[list[threading.Thread]] = []
@@ -237,8 +237,8 @@ class EndpointServer:
         config = uvicorn.Config(
             app, log_level="warning", ws_per_message_deflate=False, ws_max_size=1 << 20
         )
-        # Use the same WebSocket protocol class as the real server, which writes the messages of a
-        # chunk together.
+        # Use the same WebSocket protocol class as the real server. The class writes a chunk's
+        # messages together.
         limits.frame_budget.apply(config)
         self.server = uvicorn.Server(config)
         app.state.server = self.server
@@ -259,7 +259,7 @@ class EndpointServer:
 
     @classmethod
     def wait_until_all_ended(cls) -> None:
-        """Wait until every server whose context was left has stopped."""
+        """Wait until all servers whose contexts have been left have stopped."""
         while cls._ending:
             thread = cls._ending.pop()
             thread.join(seconds(10))
@@ -272,8 +272,8 @@ class EndpointServer:
 
 
 class Client:
-    """A WebSocket client for this package's codec. The message `hello` has already been
-    received.
+    """A WebSocket client for this package's codec. The constructor waits for the server's `hello`
+    message.
     """
 
     def __init__(self, connecting: ClientConnection) -> None:
@@ -305,7 +305,7 @@ class Client:
         return self.receive()
 
     def frames(self) -> list[dict[str, Any]]:
-        """Receive and return all frame messages of one request. Fails on an error message."""
+        """Receive and return all frame messages of one request. An error message fails the test."""
         messages = []
         while not messages or not messages[-1]["final"]:
             messages.append(self.receive())
@@ -327,7 +327,7 @@ def camera(num_frames: int) -> dict[str, np.ndarray]:
 
 
 def infer(num_frames: int = FIRST, **fields: Any) -> dict[str, Any]:
-    """Return a valid first request. `fields` override its fields, and the value None removes a
+    """Return a valid first request. `fields` override its fields. A value of None removes the
     field.
     """
     message = {
@@ -351,5 +351,5 @@ def close_code(client: Client) -> int:
 
 
 def numbers(messages: list[dict[str, Any]]) -> list[int]:
-    """Return the frame numbers that the fake engine has encoded in the frames."""
+    """Return the frame numbers that the fake engine encoded in the frames."""
     return [int(frame[1, 1, 0]) for message in messages for frame in message["video"]]

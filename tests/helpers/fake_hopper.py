@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated Hopper GPU with its Python packages, so that checks of fast paths can be tested on
-any machine.
+"""A simulated Hopper GPU with its Python packages, so that fast-path checks can be tested on any
+machine.
 """
 
 import sys
@@ -49,7 +49,7 @@ def fake_hopper(
 
     Args:
         without: Packages that cannot be imported.
-        with_packages: Packages that are found but cannot be imported.
+        with_packages: Packages that can be found but not imported.
         capability: Compute capability of the GPU.
         cuda: CUDA version that torch appears to be built for.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two or more real servers for tests that move sessions between servers."""
+"""Two or more real servers, for tests that move sessions between servers."""
 
 import json
 import urllib.request
@@ -18,16 +18,17 @@ OPERATOR = {"Authorization": f"Bearer {OPERATOR_KEY}"}
 
 
 class TestFleet:
-    """Servers that are started by name and share one file that lists all servers.
+    """Servers that can be started by name. They all read one file, which lists all servers.
 
     Args:
         model: Checkpoint directory.
         folder: Directory for logs and for the file that lists the servers.
         names: Names of the servers.
-        started: Names of the servers that start immediately. Default: all.
+        started: Names of the servers to start immediately. Default: all.
         omni: `omni` options for all servers, in addition to the defaults.
         shared_dir: Directory that all servers share. Default: none.
-        flags: Function that returns additional arguments for all servers, given their ports.
+        flags: Function that receives the servers' ports and returns additional arguments for all
+            servers.
     """
 
     __test__ = False
@@ -88,7 +89,7 @@ class TestFleet:
 def migrate(
     server: Served, session_id: str, to: str, headers: dict[str, str] | None = None
 ) -> tuple[int, dict[str, Any]]:
-    """Move a session to another server; return the response's status and body."""
+    """Move a session to another server, and return the response's status and body."""
     body = json.dumps({"to": to}).encode()
     sent = {"Content-Type": "application/json", **(OPERATOR if headers is None else headers)}
     return _call(server, f"/omni/sessions/{session_id}/migrate", sent, body)
@@ -113,8 +114,8 @@ def live_sessions(server: Served) -> set[str]:
 
 
 def engine_sessions(server: Served) -> int:
-    """Return the number of sessions in a server's engine, including sessions that are being
-    moved.
+    """Return the number of sessions in a server's engine. Sessions that are being moved are
+    included.
     """
     number = _call(server, "/omni/ready", {})[1]["sessions"]
     assert isinstance(number, int)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replacement for cuDNN's FP8 attention product on machines without a Hopper GPU."""
+"""A replacement for cuDNN's FP8 attention, for machines without a Hopper GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,8 +27,8 @@ def exact_product(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor)
 def as_on_hopper() -> Iterator[None]:
     """Make `fp8_attention` use `exact_product` instead of cuDNN.
 
-    The replacement asserts that its inputs have the shapes and strides for which the product was
-    created.
+    The replacement asserts that its inputs have the shapes and strides that the product was created
+    for.
     """
 
     def product(

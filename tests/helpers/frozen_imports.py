@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exclude all modules imported so far from garbage collection, here and in forked processes.
+"""Excludes all modules imported so far from garbage collection, in this process and in its forks.
 
-vLLM runs the garbage collector five times while an engine starts and stops. Each collection takes
-0.2 to 0.8 s if it traverses every imported module.
+vLLM runs the garbage collector five times while an engine starts and stops. A collection that
+traverses every imported module takes 0.2 to 0.8 s.
 """
 
 import atexit
@@ -10,5 +10,6 @@ import gc
 
 gc.collect()
 gc.freeze()
-# Unfreeze at exit, because native libraries log errors about objects that are never collected.
+# Unfreeze the objects at exit, because native libraries log errors about objects that are never
+# collected.
 atexit.register(gc.unfreeze)

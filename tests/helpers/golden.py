@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders with golden tensors, which are stored in compressed files."""
+"""Access to folders of golden tensors, some of which are stored as compressed files."""
 
 import os
 import shutil
@@ -13,11 +13,12 @@ _REPO = Path(__file__).parents[2]
 
 
 def shared_golden(name: str) -> Path:
-    """Return the folder `name` of the complete recordings. The repository contains only a part of
-    them.
+    """Return the `name` folder of the complete recordings. The repository contains only some of the
+    recordings.
 
-    The complete recordings are in `$OMNI_GOLDEN` or, if it is not set, in `shared/golden` in a
-    folder that contains the repository. If they do not exist, the test is skipped.
+    The complete recordings are in `$OMNI_GOLDEN` or, if this variable is not set, in
+    `shared/golden` in one of the repository's parent folders. If they do not exist, the test is
+    skipped.
     """
     places = [parent / "shared" / "golden" for parent in _REPO.parents]
     if set_to := os.environ.get("OMNI_GOLDEN"):
@@ -29,10 +30,10 @@ def shared_golden(name: str) -> Path:
 
 
 def golden_folder(name: str) -> Path:
-    """Return the folder `tests/golden/<name>` with its `*.xz` files decompressed.
+    """Return the `tests/golden/<name>` folder with its `*.xz` files decompressed.
 
     The decompressed files are stored in `build/golden`, in one folder per version of the compressed
-    files. All processes and test runs share them.
+    files. All processes and test runs share these folders.
     """
     source = _REPO / "tests" / "golden" / name
     version = max(path.stat().st_mtime_ns for path in source.iterdir())

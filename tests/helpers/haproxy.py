@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start a real HAProxy with `deploy/haproxy/haproxy.cfg`, on free ports and with short timeouts.
+"""Starts a real HAProxy with `deploy/haproxy/haproxy.cfg`, on free ports and with short timeouts.
 
-If HAProxy is not installed, tests that use this module are skipped. With `OMNI_REQUIRE_HAPROXY=1`,
-which `.ci/run` sets where HAProxy can be installed, they fail instead. Debian has a package for
-HAProxy.
+If HAProxy is not installed, tests that use this module are skipped, or fail if
+`OMNI_REQUIRE_HAPROXY=1` is set. `.ci/run` sets the variable where HAProxy can be installed. Debian
+has an HAProxy package.
 """
 
 import contextlib
@@ -39,9 +39,9 @@ QUICK: Mapping[str, str] = {
     "timeout connect 3s": f"timeout connect {CONNECT_S * 1e3:.0f}ms",
     "timeout check 5s": f"timeout check {10 * CHECK_S * 1e3:.0f}ms",
 }
-"""Edits that every test makes to the configuration, so that no test has to wait for seconds.
+"""Edits that every test applies to the configuration to avoid waits of several seconds.
 
-Health checks are frequent, and a refused connection is soon retried. HAProxy retries after one
+Health checks are frequent, and refused connections are retried soon. HAProxy retries after one
 second or after its connect timeout, whichever is shorter.
 """
 
@@ -52,9 +52,9 @@ class Proxy:
     Args:
         folder: Directory for the configuration, the certificate and the log.
         servers: Address of each server (`host:port`), by server name.
-        edits: Text replacements in the configuration. Each text to replace must occur in the
-            configuration.
-        peers: Address of each proxy, by proxy name. Default: only this proxy.
+        edits: Text replacements to apply to the configuration. It must contain each text to
+            replace.
+        peers: Address of each peer proxy, by proxy name. Default: only this proxy.
         name: Name of this proxy among `peers`.
     """
 
@@ -91,7 +91,7 @@ class Proxy:
 
     @property
     def num_connections(self) -> int:
-        """Return the number of open client connections to the proxy."""
+        """Return the number of client connections open at the proxy."""
         connections = psutil.Process(self.process.pid).net_connections("tcp")
         ports = (self.port, self.tls_port)
         return sum(
@@ -117,7 +117,7 @@ class Proxy:
         wait_until(is_there, saying=lambda: f"servers: {states()}\n{self.log[-2000:]}")
 
     def wait_until_idle(self) -> None:
-        """Wait until no request and no WebSocket uses a server."""
+        """Wait until no server has a request in progress or an open WebSocket."""
 
         def in_use() -> int:
             rows = [row for row in self.statistics() if row["svname"] == "BACKEND"]
@@ -126,7 +126,9 @@ class Proxy:
         wait_until(lambda: in_use() == 0)
 
     def statistics(self) -> list[dict[str, str]]:
-        """Return HAProxy's own table of its frontends, backends and servers."""
+        """Return HAProxy's statistics table, which has a row for each frontend, backend and
+        server.
+        """
         text = fetch(f"http://127.0.0.1:{self.statistics_port}/;csv")
         head, *rows = (line.split(",") for line in text.splitlines() if line)
         return [dict(zip(head, row, strict=False)) for row in rows]
@@ -137,7 +139,7 @@ class Proxy:
         return int(re.search(r"used:(\d+)", shown)[1])  # type: ignore[index]
 
     def command(self, text: str) -> str:
-        """Run a command on HAProxy's administration socket."""
+        """Send a command to HAProxy's administration socket."""
         import socket
 
         with socket.socket(socket.AF_UNIX) as admin:
@@ -147,19 +149,19 @@ class Proxy:
             return b"".join(iter(lambda: admin.recv(65536), b"")).decode()
 
     def client_tls(self, *protocols: str) -> ssl.SSLContext:
-        """Return a TLS context that trusts this proxy and offers these protocols."""
+        """Return a TLS context that trusts this proxy and offers the given protocols."""
         context = ssl.create_default_context(cafile=str(self._folder / "certificate.pem"))
         context.set_alpn_protocols(list(protocols))
         return context
 
     def restart(self) -> None:
-        """Kill the HAProxy process and start another one."""
+        """Kill the HAProxy process and start another."""
         self.stop()
         self.process = self._start()
 
     def reload(self) -> None:
-        """Start another process that takes over the sockets of the current one, as
-        `systemctl reload` does.
+        """Start another process that takes over the current process's sockets, as `systemctl
+        reload` does.
         """
         old = self.process
         self.process = self._start("-sf", str(old.pid), "-x", str(self._folder / "admin.sock"))
@@ -218,7 +220,7 @@ def running_proxy(
     peers: Mapping[str, str] | None = None,
     name: str = "proxy-1",
 ) -> Iterator[Proxy]:
-    """Run a `Proxy` during the block, and stop it at the end."""
+    """Run a `Proxy` for the duration of the `with` block."""
     proxy = Proxy(folder, servers, edits, peers, name)
     try:
         yield proxy

@@ -9,9 +9,9 @@ from vllm_omni.model_executor.layers.cuda_graphs import Replay
 
 
 def hold(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
-    """Capture a call as `ForwardGraphs` requires it, without CUDA.
+    """Capture a call as `ForwardGraphs` requires, but without CUDA.
 
-    A replay runs the host side of the call again on the same input tensors.
+    A replay runs the call's host code again on the same input tensors.
     """
     output = torch.empty_like(run())
 

@@ -21,7 +21,7 @@ from helpers.waits import seconds
 
 
 class Http2Client:
-    """One HTTP/2 connection. `reset` contains the streams that the server has reset."""
+    """One HTTP/2 connection. `reset` holds the ids of the streams that the server has reset."""
 
     def __init__(self, raw: ssl.SSLSocket) -> None:
         self._raw = raw
@@ -108,7 +108,7 @@ class Http2Client:
 
 @contextmanager
 def http2_client(port: int, context: ssl.SSLContext) -> Iterator[Http2Client]:
-    """Connect to a server on this machine that must choose HTTP/2."""
+    """Connect to a server on this machine, and check that the server chooses HTTP/2."""
     with (
         socket.create_connection(("127.0.0.1", port), seconds(10)) as raw,
         context.wrap_socket(raw, server_hostname="localhost") as wrapped,

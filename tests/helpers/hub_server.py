@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face hub on the loopback address that serves local folders.
+"""A Hugging Face hub that serves local folders on the loopback address.
 
 The hub implements the routes that `huggingface_hub.snapshot_download` requests.
 """
@@ -16,22 +16,22 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-"""The only commit of the first repository. Every other repository has a different commit, because
-the client expects commits to be unique.
+"""The first repository's only commit. Each other repository has a different commit, because the
+client expects commits to be unique.
 """
 
 
 @contextlib.contextmanager
 def hub_server(repos: dict[str, Path], cut: str | None = None) -> Iterator[tuple[str, list[str]]]:
-    """Serve folders as repositories of the hub.
+    """Serve folders as hub repositories.
 
     Args:
-        repos: Folder of each repository, by the repository's name.
-        cut: File for which the first response ends half-way.
+        repos: Folder of each repository, by repository name.
+        cut: File whose first response is cut off halfway.
 
     Yields:
-        The address for HF_ENDPOINT, and the list of files that have been fetched so far. An entry
-            such as `name[8:]` is a fetch that starts at byte 8.
+        The address for HF_ENDPOINT, and the list of files fetched so far. An entry such as
+        `name[8:]` means that the fetch started at byte 8.
     """
     fetched: list[str] = []
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that responds immediately, for tests of the layers above it."""
+"""An engine that responds immediately, for tests of the layers above the engine."""
 
 import asyncio
 from typing import Any
@@ -14,10 +14,10 @@ Results = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
 class InstantEngine(OmniEngine):
-    """An `OmniEngine` with a `run_request` that responds without an engine process.
+    """An `OmniEngine` whose `run_request` responds without an engine process.
 
-    Each of the next generate requests raises one of the errors in `failures`, in order. If
-    `release` is set, requests wait for it.
+    Each generate request raises and removes the first error in `failures`, if there is one. If
+    `release` is not None, generate requests wait until this event is set.
     """
 
     def __init__(self) -> None:

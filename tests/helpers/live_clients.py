@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict clients of the two streaming endpoints, and a msgpack decoder that accepts what the web
-page's decoder accepts.
+"""Strict clients for the two streaming endpoints, and a msgpack decoder that accepts only what the
+web page's decoder accepts.
 """
 
 import io
@@ -18,8 +18,8 @@ from websockets.sync.client import ClientConnection, connect
 
 WIDTH, HEIGHT = 48, 32
 
-# A short timeout avoids a delay, because the library does not read while it waits for the server's
-# close frame.
+# A short timeout avoids a delay, because the library does not read while it is waiting for the
+# server's close frame.
 _QUICK: Any = {"close_timeout": 0.05}
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -34,7 +34,7 @@ def png(width: int = WIDTH, height: int = HEIGHT) -> bytes:
 def webui_unpack(data: bytes) -> Any:
     """Decode msgpack as the web page does.
 
-    Fails on negative integers, 64-bit integers, str32, map32 and ext.
+    Raises an error for negative integers, 64-bit integers, str32, map32 and ext.
     """
     value, end = _unpack(data, 0)
     assert end == len(data), "bytes follow the message"
@@ -102,8 +102,8 @@ def _unpack_map(data: bytes, at: int, count: int) -> tuple[dict[str, Any], int]:
 
 @dataclass
 class Chunk:
-    """One chunk as the client received it. `frames_THWC` is None for lossy formats; `files`
-    contains encoded images.
+    """One chunk as the client received it. `frames` returns the frames of raw formats, and `files`
+    returns the encoded images of other formats.
     """
 
     index: int
@@ -145,14 +145,14 @@ class Chunk:
         return found
 
     def numbers(self) -> list[int]:
-        """Return the frame numbers that the fake engine has encoded in the frames."""
+        """Return the frame numbers that the fake engine encoded in the frames."""
         return [int(frame[1, 1, 0]) for frame in self.frames()]
 
 
 class GenerateClient:
     """A client of `/v1/realtime_video/generate` that behaves like the web page.
 
-    A map of unknown type is treated as a header, and the next message as its payload.
+    A map of an unknown type is treated as a header, and the next message as its payload.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class GenerateClient:
         self.event("camera_actions", {"mode": "state", "transitions": transitions}, event_id)
 
     def receive(self, timeout_s: float = 10.0) -> dict[str, Any]:
-        """Receive one message. The payload of a header is stored under `payload`."""
+        """Receive one message. If it is a header, its payload is stored under `payload`."""
         data = self.connection.recv(timeout=timeout_s)
         assert isinstance(data, bytes), f"text arrived: {data!r}"
         message = webui_unpack(data)
@@ -213,8 +213,8 @@ class GenerateClient:
         return message["content"]
 
     def chunk(self, timeout_s: float = 10.0) -> Chunk:
-        """Receive the next chunk: its frame messages in order, then its statistics. Fails on any
-        other message.
+        """Receive the next chunk: its frame messages in order, then its statistics. Any other
+        message fails the test.
         """
         headers: list[dict[str, Any]] = []
         payloads = []
@@ -241,7 +241,7 @@ class GenerateClient:
     skipped_types: frozenset[str] = frozenset()
 
     def close_code(self, timeout_s: float = 10.0) -> tuple[int, str]:
-        """Read until the server closes the connection; return `(code, reason)`. Code 1006 means
+        """Read until the server closes the connection, and return `(code, reason)`. Code 1006 means
         that no close frame arrived.
         """
         try:
@@ -297,7 +297,7 @@ class VideoClient:
         return self.receive()
 
     def until(self, kind: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Read up to the next message of type `kind`; return this message and the chunks before
+        """Read up to the next message of type `kind`. Return that message and the chunks before
         it.
         """
         chunks = []

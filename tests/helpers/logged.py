@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record the messages of one logger.
+"""Records a logger's messages.
 
-`caplog` misses messages after vLLM has configured its loggers again.
+`caplog` would miss messages logged after vLLM has configured its loggers again.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def logged(logger: logging.Logger, from_level: int = logging.INFO) -> Iterator[list[str]]:
-    """Yield a list of the messages logged during the block, from the given level upwards."""
+    """Yield a list of the messages logged during the block at the given level or above."""
     found: list[str] = []
 
     class Found(logging.Handler):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters for a tiny network, written in every naming convention.
+"""LoRA adapters for a tiny network, written in each supported naming convention.
 
-The helpers also return the weight changes that the adapters represent.
+Other helpers return the weight changes that the adapters represent.
 """
 
 import json
@@ -26,14 +26,14 @@ from vllm_omni.testing.tiny.wan import DIFFUSERS_NAMES
 
 RANK, ALPHA = 4, 2.0
 Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]
-"""LoRA factors of each module: (down [r, I], up [O, r])."""
+"""LoRA factors (down, up), by module. Shapes: [r, I] and [O, r]."""
 
 
 def factors(
     target: AdapterTarget, modules: Sequence[str], seed: int, rank: int = RANK, size: float = 0.3
 ) -> Factors:
-    """Return random low-rank factors. With a scale of ALPHA / rank, they change a result by a few
-    percent.
+    """Return random low-rank factors. With a scale of ALPHA / rank, they change a layer's output by
+    a few percent.
     """
     generator = torch.Generator().manual_seed(seed)
     made: Factors = {}
@@ -47,7 +47,7 @@ def factors(
 
 
 def attention_and_ffn(target: AdapterTarget) -> list[str]:
-    """Return the attention and feed-forward layers of every block."""
+    """Return the names of the attention and feed-forward layers in every block."""
     return [
         name
         for name in target.matrices()
@@ -60,7 +60,7 @@ def differences(made: Factors, scaling: float) -> dict[str, torch.Tensor]:
 
 
 def merge(network: nn.Module, changes: Mapping[str, torch.Tensor]) -> None:
-    """Add changes to the weights of a network, which are named as in the checkpoint."""
+    """Add weight changes to a network. The weight names are those in the checkpoint."""
     slots = checkpoint_slots(network)
     for name, change in changes.items():
         slot = slots[name]
@@ -68,7 +68,7 @@ def merge(network: nn.Module, changes: Mapping[str, torch.Tensor]) -> None:
 
 
 def write_community(made: Factors, path: Path, prefix: str = "diffusion_model.") -> Path:
-    """Write an adapter in the convention of ComfyUI and other tools: lora_down, lora_up and
+    """Write an adapter in the naming convention of ComfyUI and other tools: lora_down, lora_up and
     alpha.
     """
     return _write(made, path, lambda module: prefix + module, ("lora_down", "lora_up"), alpha=True)
@@ -92,8 +92,8 @@ def write_kohya(made: Factors, path: Path) -> Path:
 
 
 def write_diffusers(made: Factors, folder: Path, settings: Mapping[str, Any] | None = None) -> Path:
-    """Write an adapter with diffusers' names. The metadata contains PEFT's settings, if any are
-    given.
+    """Write an adapter with diffusers' tensor names. If PEFT settings are given, the file's
+    metadata contains them.
     """
     metadata = {} if settings is None else {"lora_adapter_metadata": json.dumps(dict(settings))}
     folder.mkdir(parents=True, exist_ok=True)
@@ -147,14 +147,14 @@ def _write(
 
 
 def causal_wan_target(checkpoint: Path) -> AdapterTarget:
-    """Return the layers of a causal Wan checkpoint that adapters may change, without loading
-    weights.
+    """Return the layers of a causal Wan checkpoint that adapters can change. No weights are
+    loaded.
     """
     config = CausalWanConfig.from_checkpoint(hf_config(checkpoint)["causal_wan"]["transformer"])
     return AdapterTarget(nn.Module(), transformer_shapes(config), TRANSFORMER_RULES)
 
 
 def write_causal_wan(checkpoint: Path, path: Path, seed: int, rank: int = RANK) -> Path:
-    """Write a random adapter for every layer in the blocks of a causal Wan checkpoint."""
+    """Write a random adapter for every layer in a causal Wan checkpoint's blocks."""
     target = causal_wan_target(checkpoint)
     return write_community(factors(target, attention_and_ffn(target), seed, rank), path)

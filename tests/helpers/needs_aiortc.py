@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Skip all tests of a file if aiortc is missing. The file must import this module first."""
+"""Skips all tests in a file if aiortc is missing. The file must import this module first."""
 
 import pytest
 
 aiortc = pytest.importorskip("aiortc", reason="needs aiortc: pip install '.[webrtc]'")
-aioice = pytest.importorskip("aioice")  # aiortc depends on it
+aioice = pytest.importorskip("aioice")  # a dependency of aiortc

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Skip all tests of a file if schemathesis is missing. The file must import this module first."""
+"""Skips all tests in a file if schemathesis is missing. The file must import this module first."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start `vllm serve --omni` as a subprocess and connect the official OpenAI client to it."""
+"""Starts `vllm serve --omni` as a subprocess and connects the official OpenAI client to it."""
 
 import json
 import os
@@ -21,7 +21,7 @@ HEIGHT, WIDTH = 96, 160
 
 
 class Served:
-    """A running server and an official OpenAI client that is connected to it."""
+    """A running server, and an official OpenAI client connected to it."""
 
     def __init__(self, process: Program, port: int, log: Path) -> None:
         self.process, self.port, self.log = process, port, log
@@ -29,7 +29,7 @@ class Served:
         self.client = self.connect()
 
     def connect(self, key: str = KEY) -> OpenAI:
-        """Return a new client that uses its own connections and raises errors instead of
+        """Return a new client that has its own connections and raises errors instead of
         retrying.
         """
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=seconds(60))
@@ -49,8 +49,8 @@ class Served:
         return status, json.loads(body)
 
     def metric(self, line_start: str) -> float:
-        """Return the value of the first sample in `/metrics` whose line starts with `line_start`,
-        or 0 if there is none.
+        """Return the value of the first `/metrics` sample whose line starts with `line_start`, or 0
+        if there is none.
         """
         text = self.get("/metrics")[2].decode()
         found = re.search(rf"^{re.escape(line_start)}\S* (\S+)$", text, re.M)
@@ -58,7 +58,7 @@ class Served:
 
 
 def seconds_until(condition: Callable[[], bool], within: float = 30.0) -> float:
-    """Wait until the condition is true, and return the number of seconds that this took."""
+    """Wait until the condition is true, and return the waiting time in seconds."""
     started_s = time.monotonic()
     wait_until(condition, within, every_s=0.02)
     return time.monotonic() - started_s

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Receive the spans that a server exports."""
+"""Receives the spans that a server exports."""
 
 import threading
 from concurrent import futures
@@ -15,7 +15,7 @@ TRACEPARENT = f"00-{TRACE_ID}-{CALLER_SPAN}-01"
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """An OTLP collector over gRPC that stores the spans it receives."""
+    """An OTLP/gRPC collector that stores the spans it receives."""
 
     def __init__(self) -> None:
         self._spans: list[Span] = []

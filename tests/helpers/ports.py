@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose ports for servers that tests start with `--port`, as users do."""
+"""Chooses ports for servers that tests start with `--port`, as users do."""
 
 import contextlib
 import random
@@ -11,7 +11,7 @@ _WIDTH = 12_000
 
 
 def port_for_a_server() -> int:
-    """Return a free TCP port of the loopback address below the range of ephemeral ports.
+    """Return a free TCP port on the loopback address, below the ephemeral port range.
 
     The kernel could assign an ephemeral port to another process before the server has bound it.
     """

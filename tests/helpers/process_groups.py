@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process group for a test that runs one process per rank."""
+"""A process group for tests that run one process per rank."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,14 +13,14 @@ import torch.distributed as dist
 def process_group(
     rank: int, size: int, rendezvous: str, backend: str = "gloo"
 ) -> Iterator[dist.ProcessGroup]:
-    """Join the default process group, with one compute thread in this process, and leave the group
+    """Join the default process group, use one compute thread in this process, and leave the group
     at the end.
 
     Args:
         rank: Rank of this process.
         size: Number of ranks.
         rendezvous: Path of a file that does not exist yet. All ranks use the same path.
-        backend: Backend of the collectives.
+        backend: Backend for collectives.
 
     Yields:
         The default process group.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run programs that must end within a time limit, and start servers as users do.
+"""Runs programs that must end within a time limit, and starts servers as users do.
 
-If a program fails, `run_program` fails the test with the program's output and kills all of its
-processes. `limited_rank` is for ranks that torchrun starts, each in a process session of its own:
-shortly before the time limit, each rank dumps its thread stacks and exits. `has_ended` checks any
-process.
+If a program fails, `run_program` kills all of its processes and fails the test with the program's
+output. `limited_rank` is for ranks started by torchrun, each of which runs in its own process
+session: shortly before the time limit, the rank dumps its thread stacks and exits. `has_ended`
+works for any process.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ from helpers.waits import seconds
 REPO = Path(__file__).parents[2]
 _RANK_LIMIT = "TESTS_RANK_LIMIT_S"
 _STACKS_S = 10
-"""Number of seconds before the time limit at which ranks write their stacks."""
+"""Time in seconds between a rank's dump of its stacks and the time limit."""
 _SHOWN = 8000
-"""Number of characters from the end of the output that a failure message shows."""
+"""Number of characters at the end of the output that a failure message shows."""
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a process has ended. A zombie process whose parent has not waited for it
-    counts as ended.
+    """Return whether a process has ended. A zombie, whose parent has not yet waited for it, counts
+    as ended.
     """
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
@@ -43,7 +43,7 @@ def run_program(command: Sequence[str], environment: Mapping[str, str], limit_s:
     """Run a program and return its stdout and stderr.
 
     The program can import this repository's `vllm_omni` and `tests/helpers`. The test fails if the
-    program ends with an error or does not end in time.
+    program exits with an error or does not end in time.
 
     Args:
         environment: Variables in addition to those of this process.
@@ -77,15 +77,15 @@ def run_program(command: Sequence[str], environment: Mapping[str, str], limit_s:
 def background_server(
     arguments: Sequence[str], folder: Path, environment: Mapping[str, str]
 ) -> Iterator[tuple["subprocess.Popen[bytes]", Path]]:
-    """Run the package's command line in `folder`, as a reader of a guide does.
+    """Run the package's command in `folder`, as a reader who follows a guide would.
 
     Args:
-        arguments: Arguments of the command, for example `serve` and its options.
+        arguments: Command arguments, for example `serve` and its options.
         folder: Working directory. All output is written to `server.log` in this directory.
-        environment: Environment of the process.
+        environment: The process's environment.
 
     Yields:
-        The process, which is terminated afterwards, and the path of its log.
+        The process, which is terminated after the block, and the path to its log.
     """
     log = folder / "server.log"
     with log.open("wb") as output:
@@ -119,7 +119,7 @@ def _kill_tree(program: "subprocess.Popen[bytes]") -> None:
 
 
 def limited_rank() -> None:
-    """Set the time limit of this rank. Each process of a program that `run_program` starts must
-    call this function first.
+    """Set this rank's time limit. Each rank process of a program started by `run_program` must call
+    this function first.
     """
     faulthandler.dump_traceback_later(float(os.environ[_RANK_LIMIT]), exit=True)

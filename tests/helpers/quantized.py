@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints with the quantized transformers of tests/golden/quantized."""
+"""Checkpoints that contain the quantized transformers from tests/golden/quantized."""
 
 import shutil
 from pathlib import Path
@@ -13,7 +13,7 @@ QUANTIZED = Path(__file__).parents[1] / "golden" / "quantized"
 
 
 def write_pipeline(out: Path) -> Path:
-    """Write a Wan 2.2 T2V directory whose experts are the unquantized transformer."""
+    """Write a Wan 2.2 T2V directory in which both experts are the unquantized transformer."""
     get_family("wan2_2").make_tiny(out, 0, "t2v")
     for name in ("transformer", "transformer_2"):
         shutil.rmtree(out / name)
@@ -24,7 +24,7 @@ def write_pipeline(out: Path) -> Path:
 
 
 def with_transformer(pipeline: Path, transformer: Path, out: Path) -> Path:
-    """Copy a Wan 2.2 directory and replace both experts with the folder `transformer`."""
+    """Copy a Wan 2.2 directory and replace both experts with the `transformer` folder."""
     copy = out / "checkpoint"
     shutil.copytree(pipeline, copy)
     for name in ("transformer", "transformer_2"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers with FP8 weights, computed in fp32 on devices without FP8 matrix products."""
+"""Linear layers with FP8 weights that run in fp32 on devices without FP8 matrix products."""
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from vllm_omni.model_executor.layers.linear.quantized_input import product, quan
 
 
 class PlainProduct(CutlassFP8ScaledMMLinearKernel):
-    """A kernel for any device with the interface and results of vLLM's kernel, but without its
+    """A kernel for any device. It has the interface and results of vLLM's kernel, but not its
     padding.
     """
 
@@ -24,7 +24,7 @@ class PlainProduct(CutlassFP8ScaledMMLinearKernel):
 
 
 class QuantizedMethod:
-    """A quantization method like vLLM's method for FP8 weights, with `fp8_linear` as its kernel."""
+    """A quantization method like vLLM's for FP8 weights, with `fp8_linear` as its kernel."""
 
     def __init__(self) -> None:
         self.fp8_linear = PlainProduct()

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run Python programs in new processes, from the fork server if `quick_spawn` is installed.
+"""Runs Python programs in new processes. If `quick_spawn` is installed, the fork server starts
+them.
 
-Importing the modules of a server and its engine takes 15 s of CPU time. Processes of the fork
-server have already imported them. A program has the command line, environment, working directory
-and output files that it would have in a new Python. It is the leader of its process session, and
-after a signal it exits with the same status. However, its engine is not its child process, so tests
-that need the process tree start a new Python.
+Importing the modules of a server and its engine takes 15 s of CPU time. Processes forked from the
+fork server have already imported them. A forked program has the command line, environment, working
+directory and output files that it would have in a new Python process. It also leads its own process
+session, and a signal gives it the same exit status. However, a server's engine is not the server's
+child process, so tests that need the process tree start a new Python process.
 """
 
 import atexit
@@ -53,10 +54,10 @@ def start_python(
 
     Args:
         output: File for stdout.
-        errors: File for stderr, which may be the same as `output`.
-        environ: The complete environment of the process.
+        errors: File for stderr. It may be the same as `output`.
+        environ: The process's complete environment.
         folder: Working directory.
-        real: Whether to start a new Python even if the fork server is available.
+        real: Whether to start a new Python process even if the fork server is available.
     """
     for file in (output, errors):
         file.write_bytes(b"")
@@ -89,8 +90,8 @@ def is_healthy(port: int) -> bool:
 
 
 def wait_until_healthy(process: Program, port: int, log: Path) -> None:
-    """Wait until a server's health endpoint succeeds. If the server exits first, fail with the end
-    of its log.
+    """Wait until a server's health endpoint reports success. If the server exits first, fail with
+    the end of its log.
     """
 
     def is_up() -> bool:
@@ -101,7 +102,7 @@ def wait_until_healthy(process: Program, port: int, log: Path) -> None:
 
 
 def stop_server(process: Program) -> None:
-    """Terminate a server, and kill it if it is still running after 20 s. Then kill all of its
+    """Terminate a server, and kill it if it is still running after 20 s. Then kill any of its
     children that are still running.
     """
     children: list[psutil.Process] = []
@@ -127,12 +128,12 @@ def run_python(
     environ: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> "subprocess.CompletedProcess[str]":
-    """Run `python ARGUMENTS` to its end.
+    """Run `python ARGUMENTS` to completion.
 
     Args:
         limit_s: Time limit in seconds.
         environ: Variables in addition to those of this process.
-        folder: Working directory. Default: that of this process.
+        folder: Working directory. Default: this process's working directory.
 
     Raises:
         subprocess.TimeoutExpired: The program did not end in time and was killed.
@@ -161,8 +162,8 @@ class _QuickProgram(SpawnProcess):
 
 
 def _run(arguments: list[str], output: Path, errors: Path, folder: Path | None) -> None:
-    # Configure vLLM's logger again. It was configured when vLLM was imported, with other
-    # environment variables.
+    # Configure vLLM's logger again, because its configuration dates from vLLM's import, when the
+    # environment variables were different.
     from vllm.logger import _configure_vllm_root_logger
 
     os.setsid()
@@ -179,4 +180,4 @@ def _run(arguments: list[str], output: Path, errors: Path, folder: Path | None) 
             sys.path.insert(0, str(Path(arguments[0]).parent))
             runpy.run_path(arguments[0], run_name="__main__")
     finally:
-        atexit._run_exitfuncs()  # multiprocessing ends a process without running exit functions
+        atexit._run_exitfuncs()  # multiprocessing ends processes without running exit functions

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start vLLM's `spawn` processes from the fork server of `rank_processes`.
+"""Starts vLLM's `spawn` processes from the fork server in `rank_processes`.
 
-vLLM's CPU platform starts the engine core and each worker with the start method `spawn`. Each of
+vLLM's CPU platform starts the engine core and each worker with the `spawn` start method. Each of
 these processes spends 5 to 10 s of CPU time importing torch and vLLM.
-`VLLM_WORKER_MULTIPROC_METHOD` allows only `spawn` and `fork`, and `fork` is unsafe in a process
-with threads. `install` therefore makes `spawn` fork from the server, which has already imported the
-libraries and has only one thread.
+`VLLM_WORKER_MULTIPROC_METHOD` allows only `spawn` and `fork`, and `fork` is unsafe in a
+multithreaded process. `install` therefore makes `spawn` fork from the fork server, which has
+already imported the libraries and has only one thread.
 
-As with `spawn`, a process shares neither memory nor file descriptors with its parent, has the
-environment that the parent had when it started the process, and can start processes in the same
-way. There are two differences: the server is the operating system's parent of every process, and
-LD_PRELOAD has no effect. The engines of nightly tests, and of servers that run in a new Python, use
-the real `spawn`.
+As with `spawn`, a process shares neither memory nor file descriptors with its parent. Its
+environment is the parent's at the time of the start, and it can start processes in the same way.
+There are two differences from `spawn`: the fork server is every process's parent in the operating
+system, and LD_PRELOAD has no effect. Engines of nightly tests, and engines of servers that run in a
+new Python process, use the real `spawn`.
 """
 
 import multiprocessing
@@ -30,7 +30,7 @@ _outputs: tuple[Path, Path] | None = None
 
 
 def install() -> None:
-    """Make the start method `spawn` fork from the server, in this process and its children."""
+    """Make the `spawn` start method fork from the fork server, in this process and its children."""
     SpawnProcess._Popen = staticmethod(_Popen)  # type: ignore[method-assign, assignment]
 
 
@@ -39,7 +39,7 @@ def is_installed() -> bool:
 
 
 def write_output_to(output: Path, errors: Path) -> None:
-    """Append stdout and stderr of this process and of its future child processes to files."""
+    """Append the stdout and stderr of this process and its future child processes to files."""
     global _outputs
     _outputs = (output, errors)
     for number, path in enumerate(_outputs, 1):
@@ -48,8 +48,8 @@ def write_output_to(output: Path, errors: Path) -> None:
 
 
 class _Popen(popen_forkserver.Popen):
-    """Starts a process as `forkserver` does, and also sends the environment and the address of the
-    fork server.
+    """Starts a process as `forkserver` does, and also sends it the environment and the fork
+    server's address.
     """
 
     def __init__(self, process: BaseProcess) -> None:
@@ -59,8 +59,8 @@ class _Popen(popen_forkserver.Popen):
 
 
 class _PickledProcess:
-    """A wrapper that pickles a process as a call of `_receive`, which returns the process in the
-    child.
+    """A wrapper that pickles a process as a `_receive` call. In the child, this call returns the
+    process.
     """
 
     def __init__(self, process: Any) -> None:
@@ -79,8 +79,8 @@ def _receive(
 ) -> BaseProcess:
     if outputs is not None:
         write_output_to(*outputs)
-    # Let setproctitle locate the process title now, because it uses the original environment, which
-    # is replaced below.
+    # Let setproctitle locate the process title now, because doing so requires the original
+    # environment, which is replaced below.
     setproctitle.getproctitle()
     os.environ.clear()
     os.environ.update(environment)

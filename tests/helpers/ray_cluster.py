@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster of two nodes on this machine, without accelerators and with one worker per node.
+"""A two-node Ray cluster on this machine, with no accelerators and one worker per node.
 
-Each node is real: it has a raylet, an object store and worker processes. `lose` kills one node with
-SIGKILL. Ray is imported only when it is used, so without the extra [ray] the tests can be
-collected, but they fail when they run.
+Each node is a real Ray node: it has a raylet, an object store and worker processes. `lose` kills
+one node with SIGKILL. Ray is imported only when it is used. Without the [ray] extra, the tests can
+therefore be collected, but they fail when run.
 """
 
 import os
@@ -19,27 +19,27 @@ SLOTS: dict[str, Any] = {
 
 ENVIRON = {
     "VLLM_OMNI_RAY_ON_CPU": "1",
-    # vLLM would otherwise bind the workers of both nodes to the same first core
+    # Otherwise, vLLM would bind both nodes' workers to the same first core.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "OMP_NUM_THREADS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
-    # the monitor would kill workers when the memory of the machine is nearly full
+    # The monitor would kill workers when the machine's memory is nearly full.
     "RAY_memory_monitor_refresh_ms": "0",
 }
-"""Environment variables for the nodes, from which workers inherit them, and for a process that
-starts an engine.
+"""Environment variables for the nodes and for any process that starts an engine. Workers inherit
+them from their node.
 """
 
 
 class TwoNodes:
-    """A context manager for the cluster. `environ` is the environment for a process that starts an
-    engine.
+    """A context manager that runs the cluster. `environ` is the environment for a process that
+    starts an engine.
 
     In the test process, `ENVIRON` is set only while the nodes start, so it does not affect engines
-    that the process starts without Ray.
+    that the test process starts without Ray.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modify golden recordings, for tests which check that `vllm-omni verify` detects the
-modifications.
-"""
+"""Modifies golden recordings. Tests check that `vllm-omni verify` detects the modifications."""
 
 import json
 from collections.abc import Callable
@@ -20,14 +18,14 @@ def rewrite(
     tensors: Callable[[Tensors], Tensors] = dict,
     metadata: Callable[[dict[str, str]], dict[str, str]] = dict,
 ) -> None:
-    """Replace the tensors and the metadata of a file with the results of the two functions."""
+    """Replace a file's tensors and metadata with the results of the two functions."""
     with safe_open(path, "pt") as file:
         values = dict(file.metadata() or {})
     save_file(tensors(load_file(path)), path, metadata(values) or None)
 
 
 def change_tensor(path: Path, name: str, amount: float) -> None:
-    """Add `amount` to the first value of a tensor."""
+    """Add `amount` to a tensor's first value."""
 
     def changed(tensors: Tensors) -> Tensors:
         tensors[name].view(-1)[0] += amount
@@ -37,7 +35,7 @@ def change_tensor(path: Path, name: str, amount: float) -> None:
 
 
 def change_settings(path: Path, key: str, **settings: Any) -> None:
-    """Update the JSON object `key` of the metadata."""
+    """Update the JSON object stored under `key` in the metadata."""
     rewrite(
         path,
         metadata=lambda values: values | {key: json.dumps(json.loads(values[key]) | settings)},

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A relay between a client and a server that drops, delays and limits what it forwards.
+"""A relay between a client and a server that drops, delays and rate-limits the data that it
+forwards.
 
-The relay exists because the kernel of a test machine often lacks `netem`. `Network` describes the
-faults of one direction. `UdpRelay` and `TcpRelay` forward data with these faults, on an event loop
-in a thread. Packets in the same direction stay in order. The delay changes from time to time, like
-that of a network queue, and a packet that arrives at a full queue is dropped.
+The tests use this relay because their machines' kernels often lack `netem`. `Network` describes the
+faults in one direction. `UdpRelay` and `TcpRelay` forward data with these faults, on an event loop
+in a separate thread. Packets in the same direction stay in order. The delay changes from time to
+time, like that of a network queue, and a packet that arrives at a full queue is dropped.
 """
 
 import asyncio
@@ -21,27 +22,25 @@ from typing import Any, TypeVar
 from helpers.waits import exactly_in_task
 
 _DELAY_CHANGES_S = 0.1
-"""Mean time between changes of the delay, in seconds."""
+"""Mean time between delay changes, in seconds."""
 _SEGMENT_BYTES = 1400
 
 
 @dataclass(frozen=True)
 class Network:
-    """The faults of a network in one direction."""
+    """Network faults in one direction."""
 
     loss: float = 0.0
-    """Share of packets that are dropped."""
+    """Fraction of packets dropped, from 0 to 1."""
     delay_ms: float = 0.0
-    """Shortest delay of a packet in milliseconds."""
+    """Minimum packet delay in milliseconds."""
     jitter_ms: float = 0.0
-    """Range of the delay in milliseconds. The delay varies from `delay_ms` to
-    `delay_ms + jitter_ms`.
-    """
+    """Delay range in milliseconds. The delay varies from `delay_ms` to `delay_ms + jitter_ms`."""
     bits_per_s: float = float("inf")
     """Bandwidth in bits per second. Default: unlimited."""
     queue_ms: float = 200.0
-    """Longest time in milliseconds that a packet waits in the queue in front of the bandwidth
-    limit. A packet that would wait longer is dropped.
+    """Maximum time in milliseconds that a packet waits in the queue for the limited bandwidth. A
+    packet that would wait longer is dropped.
     """
     retransmission_ms: float = 200.0
     """Additional delay in milliseconds for a lost TCP segment, which a kernel would retransmit. Not
@@ -59,13 +58,13 @@ class _Direction:
         self.num_packets = self.num_dropped = 0
 
     def arrival_s(self, num_bytes: int, now_s: float, *, reliable: bool = False) -> float | None:
-        """Return the time at which a packet arrives, or None if it is dropped.
+        """Return a packet's arrival time, or None if the packet is dropped.
 
         Args:
             num_bytes: Size of the packet.
             now_s: Monotonic time in seconds.
-            reliable: Whether a lost packet arrives late instead of never, and the queue is
-                unlimited, as for TCP.
+            reliable: Whether to deliver lost packets late instead of never and to use an unlimited
+                queue, as with TCP.
         """
         network = self._network
         self.num_packets += 1
@@ -102,7 +101,7 @@ class _LoopThread:
 
 
 class _Port(asyncio.DatagramProtocol):
-    """One side of a UDP relay, which sends to the address from which the last packet arrived."""
+    """One side of a UDP relay. It sends to the address that its last packet came from."""
 
     def __init__(self) -> None:
         self.peer: tuple[str, int] | None = None
@@ -129,8 +128,9 @@ class _Port(asyncio.DatagramProtocol):
 class UdpRelay:
     """A UDP relay for one WebRTC connection.
 
-    Both sides send to the relay: `rewrite_offer` gives the server a candidate address of the relay,
-    and `rewrite_answer` gives one to the client. All other candidates are removed.
+    Both sides send to the relay: `rewrite_offer` gives the server an address of the relay as the
+    client's candidate, and `rewrite_answer` gives the client another one as the server's candidate.
+    Both methods remove all other candidates.
 
     Args:
         down: Faults from the server to the client.
@@ -173,7 +173,7 @@ class UdpRelay:
 
     @property
     def page_script(self) -> str:
-        """Return JavaScript that makes the WebRTC connections of a page use the relay."""
+        """Return JavaScript that makes a page's WebRTC connections use the relay."""
         return f"""(() => {{
             const only = (sdp, port) => sdp.replaceAll(/^a=candidate:.*\\r?\\n/gm, "").replaceAll(
                 /^(a=ice-ufrag:.*\\r?\\n)/gm,
@@ -194,8 +194,8 @@ def _with_candidate(sdp: str, host: str, port: int) -> str:
 
 
 def host_address() -> str:
-    """Return an address of this machine other than the loopback address, as in WebRTC
-    candidates.
+    """Return an address of this machine other than the loopback address, because WebRTC candidates
+    contain such an address.
     """
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # connecting a UDP socket sends nothing
@@ -204,10 +204,10 @@ def host_address() -> str:
 
 
 class TcpRelay:
-    """A TCP relay to one port of this machine.
+    """A TCP relay to a port on this machine.
 
     Args:
-        target: Port of the server.
+        target: The server's port.
         down: Faults from the server to the client.
         up: Faults from the client to the server.
     """
@@ -275,7 +275,7 @@ Relay = TypeVar("Relay", UdpRelay, TcpRelay)
 
 @contextlib.contextmanager
 def running(relay: Relay) -> Iterator[Relay]:
-    """Run a relay during the block."""
+    """Run a relay for the duration of the `with` block."""
     thread = _LoopThread()
     try:
         thread.call(relay.open())

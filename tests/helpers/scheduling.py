@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build `SchedulerOutput`s by hand, for tests of the runner."""
+"""Builds `SchedulerOutput`s by hand, for runner tests."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -30,11 +30,11 @@ def new_request(
 def step(
     new: Iterable[NewRequestData] = (), running: Iterable[str] = (), finished: Iterable[str] = ()
 ) -> SchedulerOutput:
-    """Return the scheduler's output for one engine step.
+    """Return a scheduler output for one engine step.
 
     Args:
-        new: Requests that are scheduled for the first time.
-        running: Requests that are scheduled again.
+        new: Requests scheduled for the first time.
+        running: Requests scheduled again.
         finished: Requests that have finished or were aborted.
     """
     new = list(new)
@@ -56,8 +56,8 @@ def execute(runner: Any, scheduler_output: SchedulerOutput) -> dict[str, Any]:
     """Run one engine step.
 
     Returns:
-        For each request: None if the request has not finished, its `(meta, tensors)`, or its
-            `RequestFailed`.
+        The result of each request, by request id: `(meta, tensors)`, a `RequestFailed`, or None if
+        the request has not finished.
     """
     with torch.inference_mode():
         output = runner.execute_model(scheduler_output)
@@ -74,7 +74,7 @@ def execute(runner: Any, scheduler_output: SchedulerOutput) -> dict[str, Any]:
 
 
 def run_to_end(runner: Any, *new: NewRequestData) -> dict[str, Any]:
-    """Run requests in the same steps until each has a result, and then report them as finished."""
+    """Run requests together until each has a result, then report them to the runner as finished."""
     results: dict[str, Any] = {}
     running = [data.req_id for data in new]
     pending = execute(runner, step(new=new))

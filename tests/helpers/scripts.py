@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import scripts so that tests can call their functions."""
+"""Imports scripts so that tests can call their functions."""
 
 import importlib.util
 import sys
@@ -13,6 +13,6 @@ def load_script(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module in `sys.modules`
+    sys.modules[spec.name] = module  # `dataclass` looks up a class's module in `sys.modules`
     spec.loader.exec_module(module)
     return module

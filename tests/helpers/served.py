@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start `vllm serve --omni` with an API key, by default on the null world, for tests of all
+"""Starts `vllm serve --omni` with an API key, by default on the null world, for tests of all
 endpoints.
 """
 
@@ -37,10 +37,10 @@ class Served:
     By default, `client()` connects to the world camera endpoint with the API key.
 
     Args:
-        flags: Additional arguments of `vllm serve`.
+        flags: Additional arguments for `vllm serve`.
         environ: Environment variables in addition to those of this process.
-        real: Whether to start a new Python, for tests of the server's processes.
-        port: Port of the server. Default: a free one.
+        real: Whether to start a new Python process, for tests of the server's processes.
+        port: Server port. Default: a free port.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class Served:
         return float(found[1])
 
     def engine(self, name: str = "EngineCore") -> psutil.Process:
-        """Return the engine process that the server's log calls `name`. The server logs the process
-        at level INFO.
+        """Return the engine process that the server's log calls `name`. The server logs the
+        process's id at INFO level.
         """
         found = re.search(rf"\({name} pid=(\d+)\)", self.log)
         assert found is not None, self.log[-3000:]
@@ -109,12 +109,12 @@ def family(server: Served) -> list[psutil.Process]:
 def mortal_servers(
     model: Path, folder: Path, defaults: Mapping[str, Any]
 ) -> Iterator[Callable[..., Served]]:
-    """Yield `start("--flag", ..., **omni)`, which returns a healthy server.
+    """Yield `start(*flags, **omni)`, which starts a server and returns it once it is healthy.
 
-    After the block, the servers and all their processes have ended.
+    At the end of the block, the servers and all their processes are stopped.
 
     Args:
-        defaults: `omni` options in addition to the frame size. The keyword arguments `omni` of
+        defaults: `omni` options in addition to the frame size. The `omni` keyword arguments of
             `start` override them.
     """
     with ExitStack() as stack:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SharedPeers` replaces `PeerMemory` for ranks on a CPU.
 
-The ranks' processes share files instead of GPU memory.
+The ranks share files instead of GPU memory.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from vllm_omni.model_executor.layers.collectives.peer_memory import PeerMemory
 
 
 class SharedPeers(PeerMemory):
-    """Files that every rank maps into its memory.
+    """Peer memory backed by files that every rank maps.
 
     Args:
         path: Prefix of the files' paths. All ranks use the same prefix.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save and restore the sessions of runners in this process, as `collective_rpc` would."""
+"""Saves and restores sessions of runners in this process, as if through `collective_rpc`."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from vllm_omni.worker.diffusion.sessions.snapshots import SessionSnapshots
 
 
 class Worker:
-    """A runner with the worker's RPCs for snapshot files. `rpc` returns results in the same form as
+    """A runner with the worker's snapshot file RPCs. `rpc` returns results in the same form as
     `LLM.collective_rpc`.
     """
 
@@ -85,7 +85,7 @@ class Worker:
         return {name: tensor.clone() for name, tensor in result[1].items()}
 
     def bits(self, session_id: str) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Return all state of the session that can influence later chunks."""
+        """Return all of the session's state that can influence later chunks."""
         session = self.runner.sessions.get(session_id)
         tensors = {
             name: tensor.contiguous().view(torch.uint8)
@@ -112,7 +112,7 @@ def world_chunk(
 def placed_chunk(
     worker: Worker, session_id: str, index: int, **fields: Any
 ) -> dict[str, torch.Tensor]:
-    """Run a chunk of a world with poses. The first chunk sets the start pose."""
+    """Run a chunk of a world that has poses. The first chunk sets the start pose."""
     start = {"x_m": 1.0, "z_m": 1.0, "heading_degrees": 10.0}
     options = {"options": {"start_pose": start}} if index == 0 else {}
     return world_chunk(worker, session_id, index, **options, **fields)
@@ -121,15 +121,15 @@ def placed_chunk(
 def resting_chunk(
     worker: Worker, session_id: str, index: int, **fields: Any
 ) -> dict[str, torch.Tensor]:
-    """Run a chunk of a world with poses. No key is held during the chunk."""
+    """Run a chunk of a world that has poses, with no key held."""
     return placed_chunk(worker, session_id, index, **{"actions": [[]] * 3, **fields})
 
 
 def game_chunk(
     worker: Worker, session_id: str, index: int, **fields: Any
 ) -> dict[str, torch.Tensor]:
-    """Run a chunk of a game model. These models accept no prompt, so a request for a new prompt
-    presses another key instead.
+    """Run a chunk of a game model. Game models accept no prompt, so if a test passes a prompt,
+    another key is pressed instead.
     """
     keys = [["s"] if fields.pop("prompt", None) else ["w"], ["w", "l"], ["i"]]
     image = (
@@ -156,7 +156,7 @@ def referenced_chunk(
 def frame_chunk(
     worker: Worker, session_id: str, index: int, **fields: Any
 ) -> dict[str, torch.Tensor]:
-    """Run `game_chunk` for a model with chunks of one latent frame."""
+    """Like `game_chunk`, but for a model whose chunks have only one latent frame."""
     keys = [["s"] if fields.pop("prompt", None) else ["w"]]
     image = (
         {"image": torch.arange(32 * 48 * 3, dtype=torch.uint8).view(32, 48, 3)}
@@ -173,7 +173,7 @@ PLAY = {
     "prompt": "optional",
     "image": "none",
 }
-"""An action space that tests configure for the null world."""
+"""Action space that tests configure for the null world."""
 
 
 def played_chunk(
@@ -207,9 +207,7 @@ def video_chunk(
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> None:
-    """Change the header or the tensors of a snapshot, and write the file with the safetensors
-    library.
-    """
+    """Change a snapshot's header or tensors, and write the file with the safetensors library."""
     tensors = load(path.read_bytes())
     with safe_open(path, framework="pt") as file:
         metadata = dict(file.metadata())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run Triton kernels on a CPU in Triton's interpreter.
+"""Runs Triton kernels on a CPU in Triton's interpreter.
 
 Triton decides how to compile kernels when it is imported, so the kernels run in another process.
-That process is forked from one that has already imported the libraries (`rank_processes.py`), and
-imports Triton and the modules with kernels again.
+That process is forked from the fork server of `rank_processes.py`, which has already imported the
+libraries. It then imports Triton and the kernel modules again.
 """
 
 import os
@@ -20,8 +20,8 @@ from helpers.rank_processes import run_ranks
 def require_triton() -> None:
     """Fail or skip the current test if Triton is not installed.
 
-    The test fails if Triton is available for this machine, because otherwise no kernel would be
-    tested. On other machines, the test is skipped.
+    On a machine for which Triton is available, the test fails, because skipping it would leave the
+    kernels untested. On other machines, the test is skipped.
     """
     if find_spec("triton") is not None:
         return
@@ -40,7 +40,7 @@ def interpret(work: Callable[..., None], *arguments: Any, size: int = 1) -> None
         work: Function in a module that does not import kernels at import time.
 
     Raises:
-        The exception of the first rank that fails.
+        The exception raised by the first failing rank.
     """
     require_triton()
     run_ranks(_interpreted, (work, arguments), size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A TURN server for tests: Debian's `coturn`."""
+"""Runs Debian's `coturn` as a TURN server for tests."""
 
 import contextlib
 import shutil
@@ -17,12 +17,12 @@ WHY_NOT = "no turnserver on PATH (Debian, Ubuntu: `apt install coturn`)"
 
 @contextlib.contextmanager
 def running_turn_server(folder: Path, user: str, password: str) -> Iterator[str]:
-    """Run a TURN server during the block. Yields its address, HOST:PORT.
+    """Run a TURN server during the block, and yield its address as HOST:PORT.
 
     Args:
         folder: Directory for the server's log and database.
         user: Name of the only user.
-        password: Password of the user.
+        password: The user's password.
     """
     assert TURN_SERVER is not None, WHY_NOT
     host = host_address()
@@ -45,8 +45,8 @@ def running_turn_server(folder: Path, user: str, password: str) -> Iterator[str]
 
 
 def _answers(host: str, port: int) -> bool:
-    """Return whether the server is listening. TCP is checked, because the server listens on TCP and
-    UDP.
+    """Return whether the server is listening. Checking TCP is sufficient, because the server
+    listens on both TCP and UDP.
     """
     with contextlib.suppress(OSError), socket.create_connection((host, port), 1):
         return True

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose offloaded weights are NaN on a CPU whenever a GPU could not read them.
+"""Loads models whose offloaded weights are NaN on a CPU whenever a GPU could not read them.
 
-The weights of a layer can be used only between its fetch and its release.
+A layer's weights can be used only between its fetch and its release.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,11 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def offloaded_out_of_reach(load: Callable[[], Model]) -> Model:
-    """Load a model with the linear layers of all blocks in host memory.
+    """Load a model with the linear layers of all of its blocks in host memory.
 
     The parameters are NaN while they are not fetched. On a GPU, using a layer before its weights
-    are fetched fails, because they are in host memory. On a CPU, this mistake would go unnoticed
-    without the NaN values.
+    have been fetched fails, because the weights are in host memory. On a CPU, such a bug would go
+    unnoticed without the NaN values.
     """
     offloader = LayerOffloader(1 << 40, torch.device("cpu"))
     set_offloader(offloader)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request parameters for image and video models that no streaming model accepts."""
+"""Parameters of requests to image and video models. No streaming model accepts these parameters."""
 
 from typing import Any, Final
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a uvicorn server in a thread of the test process."""
+"""Runs a uvicorn server in a thread of the test process."""
 
 import socket
 import threading
@@ -13,9 +13,9 @@ from helpers.waits import seconds, wait_until
 
 @contextmanager
 def serving(config: uvicorn.Config) -> Iterator[int]:
-    """Serve the application on a free port of the loopback address and yield the port.
+    """Serve the application on a free loopback port and yield the port.
 
-    The server is available as `app.state.server`, where vLLM stores its own.
+    The server is available as `app.state.server`, as it is in vLLM.
     """
     assert isinstance(config.app, FastAPI)
     server = config.app.state.server = uvicorn.Server(config)

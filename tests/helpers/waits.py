@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions for waiting in tests, with a common scale for all times.
+"""Waiting functions for tests, with one scale factor for all times.
 
 `OMNI_TEST_PATIENCE=3` multiplies every time by three, for slow machines. A test waits for a
-condition with `wait_until` or `until`. A test that verifies that nothing happens, or that measures
-time, has no condition to wait for and uses `pause`. If the code under test measures a time itself,
-the test uses `exactly`, which is not scaled. Deadlines and upper bounds are written as
+condition with `wait_until` or `until`. A test that measures time, or that checks that nothing
+happens, has no condition to wait for, so it uses `pause`. If the code under test itself measures
+the time, the test uses `exactly`, which is not scaled. Tests write deadlines and upper bounds as
 `seconds(...)`. tests/test_suite_layout.py verifies that tests contain no bare sleeps.
 """
 
@@ -33,12 +33,12 @@ def wait_until(
     """Wait until `condition` returns a true value, and return that value.
 
     Args:
-        condition: Called every `every_s` seconds.
+        condition: Function to call every `every_s` seconds.
         within: Time limit in seconds on an idle machine.
-        saying: Returns the failure message.
+        saying: Function that returns the failure message.
 
     Raises:
-        AssertionError: The time limit has passed.
+        AssertionError: The condition is not true within the time limit.
     """
     deadline_s = time.monotonic() + seconds(within)
     while not (seen := condition()):
@@ -75,5 +75,5 @@ async def exactly_in_task(duration_s: float) -> None:
 
 
 def stay_until_killed() -> None:
-    """Keep a process alive until the test kills it. After a minute it exits by itself."""
+    """Keep this process alive until the test kills it, but for at most a minute."""
     time.sleep(seconds(60))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A walking camera without a model.
+"""A camera that walks through a world without a model.
 
-The camera applies LingBot World's controls and computes the resulting world poses.
+The camera follows LingBot World's controls and computes the resulting world poses.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from vllm_omni.worlds.start_pose import StartPose
 
 STEP_M: Final = 0.5
 SPACE: Final = ACTION_SPACE
-"""Action space of a walking camera. The effects of keys, rates and mouse movements add up."""
+"""A walking camera's action space. The effects of keys, rates and mouse movements add up."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Walker:
     """A camera that moves through a world.
 
     Args:
-        start: Pose at the start image.
+        start: Pose for the start image.
         grid: Obstacles that stop the camera. Default: none.
     """
 
@@ -43,7 +43,7 @@ class Walker:
         self.pose_44 = world_pose(start.x_m, start.z_m, start.heading_degrees, start.pitch_degrees)
 
     def walk(self, entries: Sequence[ActionEntry], *, starts: bool) -> list[list[float]]:
-        """Move the camera by the actions of one chunk.
+        """Move the camera according to one chunk's actions.
 
         Args:
             entries: Actions, one per latent frame.
@@ -51,7 +51,7 @@ class Walker:
                 that frame.
 
         Returns:
-            `world_poses` of the chunk: x in m, z in m, heading and pitch in degrees.
+            The chunk's `world_poses`: x and z in metres, heading and pitch in degrees.
         """
         rows = []
         for number, entry in enumerate(entries):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drive a `Wan22` model in this process as the runner does, without an engine."""
+"""Drives a `Wan22` model in this process as the runner does, without an engine."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,13 +16,13 @@ from vllm_omni.model_executor.models.wan2_2.checkpoint import find_layout, hf_co
 from vllm_omni.model_executor.models.wan2_2.pipeline import Wan22, Wan22Setup
 
 HEIGHT, WIDTH = 64, 96
-"""Frame size in pixels. Height and width are multiples of the 32 pixels that a token of the 5B
-model covers.
+"""Frame size in pixels. Height and width are multiples of 32, because each token of the 5B model
+represents 32 by 32 pixels.
 """
 NUM_FRAMES = 9
 PROMPT, NEGATIVE = "A lighthouse stands on a cliff", "no cars"
-"""Prompts whose words are all whole tokens. Other words need the tokenizer's byte fallback, which
-transformers 5 lacks (text_encoder/encoder.py).
+"""Prompts in which each word is a single token. Other words would need the tokenizer's byte
+fallback, which Transformers 5 lacks (text_encoder/encoder.py).
 """
 LAYOUTS = ("t2v", "i2v", "ti2v")
 Result = tuple[dict[str, Any], dict[str, torch.Tensor]]
@@ -47,7 +47,7 @@ def load_model(checkpoint: Path, parallel: ParallelContext | None = None, **opti
 
 
 def picture() -> torch.Tensor:
-    """Return an image with a pattern, uint8 [H, W, 3]."""
+    """Return an image with a pattern. Shape: [H, W, 3], uint8."""
     y, x = torch.meshgrid(torch.arange(HEIGHT), torch.arange(WIDTH), indexing="ij")
     waves = [torch.sin((x + scale * y) / 7.0) for scale in (0.3, 0.7, 1.1)]
     return ((torch.stack(waves, dim=-1) * 0.5 + 0.5) * 255).round().to(torch.uint8)
@@ -71,7 +71,7 @@ def start(
 
 
 def step(model: Wan22, batch: Sequence[DiffusionRequest]) -> None:
-    """Run one denoise step of a batch of requests, which may be at different steps."""
+    """Run one denoise step for a batch of requests. The requests may be at different steps."""
     model.step_scheduler(batch, model.denoise_step(batch))
     for request in batch:
         request.step += 1

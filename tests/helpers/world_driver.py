@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WorldDriver` runs the worlds of one model family in this process, as the runner does.
+"""`WorldDriver` runs one model family's worlds in this process, as the runner does.
 
-`WorldDriver` runs chunk by chunk, without an engine. Its checks verify properties that every world
-guarantees.
+It runs them chunk by chunk, without an engine. Its checks verify properties that every world must
+have.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,21 +34,19 @@ BAD_REQUESTS: Final[list[tuple[bool, dict[str, torch.Tensor], dict[str, Any], st
     (False, {"image": random_image()}, {}, "invalid_image", "has one start image"),
     (False, {}, {"actions": [["w"]] * 4}, "invalid_action", "at most 3 entries"),
 ]
-"""Requests that no world with a start image accepts. Each entry contains the arguments of
-`assert_refused`.
-"""
+"""Requests that every world with a start image must refuse, as arguments for `assert_refused`."""
 
 
 class WorldDriver:
-    """Runs the worlds of one model family and checks them.
+    """Runs and checks one model family's worlds.
 
     Args:
-        model: Class of the model.
-        setup: Class of the model's setup.
-        checkpoint: Module with `find_layout` and `hf_config` of the family.
-        family: Name of the family.
-        size: Height and width of frames.
-        tensors: Tensors of a session's first chunk.
+        model: Model class.
+        setup: The model's setup class.
+        checkpoint: Module that contains the family's `find_layout` and `hf_config`.
+        family: Family name.
+        size: Frame height and width in pixels.
+        tensors: Tensors for a session's first chunk.
         params: Parameters for a session and its first chunk.
     """
 
@@ -90,7 +88,7 @@ class WorldDriver:
         return world.new_session(DiffusionParams(session_id=session_id, **self._params | params))
 
     def make_request(self, session: Any, tensors: Tensors | None = None, **params: Any) -> Any:
-        """Return the request of a chunk. The first chunk of a session has the driver's tensors and
+        """Return the request for a chunk. A session's first chunk uses the driver's tensors and
         parameters.
         """
         tensors = dict(tensors or {})
@@ -103,13 +101,13 @@ class WorldDriver:
     def run_chunk(
         self, world: Any, session: Any, tensors: Tensors | None = None, **params: Any
     ) -> torch.Tensor:
-        """Run the session's next chunk; return its frames or latents."""
+        """Run the session's next chunk, and return its frames or latents."""
         _, result = run_request(world, self.make_request(session, tensors, **params))
         return next(iter(result.values())).clone()
 
     def latents_of(self, world: Any, chunks: Chunks, **params: Any) -> torch.Tensor:
-        """Return the latents of a session. `chunks` contains the arguments of `make_request` for
-        each chunk.
+        """Return a session's latents. `chunks` contains the `make_request` arguments for each
+        chunk.
         """
         session = self.open_session(world, output="latents")
         parts = [
@@ -118,8 +116,8 @@ class WorldDriver:
         return torch.cat(parts, dim=1)
 
     def latents_of_stages(self, stages: Sequence[Any], chunks: Chunks) -> torch.Tensor:
-        """Return the latents of a session that runs on pipeline stages. Each stage has its own copy
-        of the session.
+        """Return the latents of a session run on pipeline stages. Each stage has its own copy of
+        the session.
         """
         sessions = [self.open_session(world, output="latents") for world in stages]
         latents = []
@@ -139,8 +137,8 @@ class WorldDriver:
         code: str,
         reason: str,
     ) -> None:
-        """Assert that a request for the first or the second chunk is refused and changes
-        nothing.
+        """Assert that a request for the first or second chunk is refused and does not change the
+        session.
         """
         session = self.open_session(world)
         if not first:
@@ -160,8 +158,8 @@ class WorldDriver:
         assert refused.value.code == "missing_image"
 
     def assert_aborts_leave_no_trace(self, world: Any, chunks: int, aborts: Sequence[int]) -> None:
-        """Assert that an aborted chunk changes nothing: the next chunk equals the chunk of a
-        session without aborts.
+        """Assert that an aborted chunk changes nothing: the next chunk is the same as in a session
+        without aborts.
 
         After `chunks` chunks, a chunk is aborted in one session for each number of steps in
         `aborts`. A chunk that is aborted after its last step is decoded before the abort.
@@ -183,8 +181,8 @@ class WorldDriver:
             assert torch.equal(self.run_chunk(world, session), expected), steps
 
     def assert_forks_are_independent(self, world: Any, chunks: int, actions: list[Any]) -> None:
-        """Assert that a fork after some chunks is bit-identical to its source, and that different
-        actions change only the fork.
+        """Assert that a fork made after some chunks is bit-identical to its source, and that
+        different actions change only the fork.
         """
         session = self.open_session(world)
         for _ in range(chunks):
@@ -197,8 +195,8 @@ class WorldDriver:
         assert not torch.equal(self.run_chunk(world, session, actions=actions), other)
 
     def assert_moves_to_the_host_and_back(self, world: Any, chunks: int = 1) -> None:
-        """Assert that a session that was moved to host memory and back continues like one that was
-        not moved.
+        """Assert that a session moved to host memory and back continues like a session that was not
+        moved.
         """
         session = self.open_session(world)
         for _ in range(chunks):

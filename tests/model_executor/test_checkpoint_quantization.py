@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization described by a checkpoint, and vLLM's quantized layers loaded from the
-checkpoint.
+"""Tests of the quantization that a checkpoint describes, and of loading vLLM's quantized layers
+from the checkpoint.
 """
 
 import json
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("uncompiled")
 
 FILE = "diffusion_pytorch_model.safetensors"
 BLOCK_LAYERS = 10
-"""Number of linear layers in a block, counted as the checkpoint stores them."""
+"""Number of linear layers in a block, as stored in the checkpoint."""
 
 
 def described(folder: Path) -> dict[str, Any]:
@@ -107,8 +107,8 @@ def test_plain_and_torchao_weights_have_no_description(plain: Path) -> None:
 
 
 def test_without_weights_every_layer_is_quantized(tmp_path: Path) -> None:
-    """Without weights, every layer counts as quantized, because `--load-format dummy` reads only
-    the config.
+    """If there are no weights, every layer counts as quantized, because `--load-format dummy` reads
+    only the config.
     """
     (tmp_path / "config.json").write_bytes(
         (QUANTIZED / "llmcompressor_fp8" / "config.json").read_bytes()
@@ -209,7 +209,7 @@ def stored_quantization(folder: Path) -> StoredQuantization:
 
 @pytest.fixture(scope="module")
 def bf16(null_world: Path, single_rank: None) -> VllmConfig:
-    """Return a vLLM config with a bf16 model. Quantization methods read the dtype of their inputs
+    """Return a vLLM config for a bf16 model. Quantization methods read the dtype of their inputs
     from this config.
     """
     args = EngineArgs(
@@ -220,11 +220,11 @@ def bf16(null_world: Path, single_rank: None) -> VllmConfig:
 
 @pytest.mark.parametrize("name", ["llmcompressor_fp8", "llmcompressor_int8"])
 def test_vllms_layers_compute_with_the_stored_values(bf16: VllmConfig, name: str) -> None:
-    """Each layer's output is compared with that of dequantized weights, so quantizing the inputs is
-    the only source of error.
+    """Each layer's output is compared with the output for dequantized weights, so quantizing the
+    inputs is the only source of error.
 
-    Without VNNI, a CPU adds int8 products in 16 bits and saturates large sums. The measured error
-    is then 11 % of the norm of a layer's output.
+    A CPU without VNNI adds int8 products in 16 bits and saturates large sums. The measured error is
+    then 11 % of the norm of the layer's output.
     """
     folder = QUANTIZED / name
     allowed = 0.04 if name.endswith("fp8") or torch.cpu._is_vnni_supported() else 0.2

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""By default, forward passes use CUDA graphs wherever possible. `omni.model.cuda_graphs` overrides
-this default.
+"""Whether forward passes use CUDA graphs. By default, they do wherever possible.
+`omni.model.cuda_graphs` overrides this default.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LoRA is merged in fp32 while a checkpoint is read: W + scale B A. Error messages name the
-tensor concerned.
+"""A LoRA is merged in fp32 while a checkpoint is being read, as W + scale B A. Error messages name
+the tensor that causes the error.
 """
 
 from pathlib import Path

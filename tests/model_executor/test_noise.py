@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise is a function of seed, chunk and step."""
+"""Noise depends only on the seed, chunk and step."""
 
 import pytest
 import torch
@@ -31,8 +31,8 @@ def test_the_hash_has_its_recorded_value() -> None:
 
 
 def test_noise_is_standard_normal() -> None:
-    """The mean and standard deviation of 100,000 draws are within 0.02 of those of N(0, 1). This
-    tolerance is six standard errors.
+    """The mean and standard deviation of 100,000 samples are within 0.02 of 0 and 1. This tolerance
+    is six standard errors.
     """
     noise = standard_normal((100_000,), 3, 1, 2)
     assert noise.dtype == torch.float32
@@ -42,8 +42,8 @@ def test_noise_is_standard_normal() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_the_noise_of_a_chunk_is_drawn_per_step(device: str) -> None:
-    """A chunk's noise can be drawn for its steps in any order with bit-identical results for each
-    step. Drawing does not wait for a busy GPU.
+    """A chunk's noise can be sampled for its steps in any order, and each step's noise is
+    bit-identical whatever the order. Sampling does not wait for a busy GPU.
     """
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs CUDA")

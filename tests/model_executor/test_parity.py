@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A comparison with recordings passes only if it has compared at least one value."""
+"""A comparison with recordings passes only if at least one value has been compared."""
 
 import json
 from collections.abc import Callable
@@ -52,7 +52,9 @@ def test_equal_results_pass_and_report_the_largest_difference(record: Recorder) 
 
 
 def test_a_file_with_nothing_to_compare_fails(record: Recorder, tmp_path: Path) -> None:
-    """A recorded file with nothing to compare fails, even if another file passes."""
+    """A recorded file that contains nothing to compare makes the comparison fail, even if another
+    file passes.
+    """
     record(in0=torch.ones(2), out0=torch.full((2,), 2.0))
     save_file({}, tmp_path / "empty.safetensors")
     report = verify(tmp_path)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The linear layers that `--quantization` applies to, and strict loading of these layers."""
+"""Tests of which linear layers `--quantization` applies to, and of strict loading of these
+layers.
+"""
 
 import re
 from collections import Counter
@@ -32,11 +34,12 @@ pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 class Quantized(PlainLinearMethod):
-    """Replaces a vLLM quantization method that would need a GPU."""
+    """Stands in for a vLLM quantization method that would need a GPU."""
 
 
 class Quantization(LinearPrecision):
-    """Replaces a vLLM quantization config and records the layers for which a method is requested.
+    """Stands in for a vLLM quantization config and records the layers that a method is requested
+    for.
 
     Args:
         ignored: Name of a layer that the config ignores.
@@ -97,9 +100,10 @@ NETWORKS: dict[str, tuple[Callable[[Quantization], nn.Module], str, set[str], in
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_only_linear_layers_of_blocks_are_quantized(name: str) -> None:
-    """Only linear layers of blocks are quantized: not embeddings, time, text, modulation or head
-    layers. A method is requested once for each of these layers, under its name in the pipeline.
-    Camera layers stay unquantized, because this config does not quantize while loading.
+    """Only the linear layers in blocks are quantized. Embedding, time, text, modulation and head
+    layers are not. A method is requested once for each linear layer in a block, under its name in
+    the pipeline. Camera layers stay unquantized, because this config does not quantize while
+    loading.
     """
     make, prefix, layers, blocks = NETWORKS[name]
     quantization = Quantization()

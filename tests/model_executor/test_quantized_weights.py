@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict loading of quantized weights: values, invalid scales, and layers of other ranks.
+"""Tests of strict loading of quantized weights: values, invalid scales, and layers of other ranks.
 
-The tests read files in tests/golden/quantized, written by ModelOpt, llmcompressor and torchao, and
-write files in the layout of the Wan community.
+The tests read files in tests/golden/quantized, which ModelOpt, llmcompressor and torchao wrote.
+They also write files in the Wan community's layout.
 """
 
 import shutil
@@ -29,15 +29,15 @@ from vllm_omni.testing.tiny.quantized import SIZES, draw, write_fp8_scaled
 QUANTIZED = Path(__file__).parents[1] / "golden" / "quantized"
 FILE = "diffusion_pytorch_model.safetensors"
 FP8_ERROR, INT8_ERROR, FP4_ERROR = 0.035, 0.01, 0.12
-"""Maximum relative error of a weight with random values. Half a step of e4m3 is 1/32 of a value,
-and half a step of e2m1 is up to 1/6.
+"""Maximum relative error of a weight with random values. Half an e4m3 step is 1/32 of a value, and
+half an e2m1 step is up to 1/6 of a value.
 """
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory with the transformer that the libraries quantized, unquantized and in the
-    layout of diffusers.
+    """Return a directory that contains, unquantized and in diffusers' layout, the transformer that
+    the libraries quantized.
     """
     out = tmp_path_factory.mktemp("plain")
     model = WanTransformer3DModel(**SIZES)
@@ -75,8 +75,8 @@ def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 def test_plain_layers_load_dequantized_weights_of_each_library(
     plain: Path, name: str, allowed: float
 ) -> None:
-    """Weights and scales are paired as in the library that wrote them. This includes the scales of
-    embeddings if the library quantized them.
+    """Each weight is paired with its scale, whichever library wrote them. If the library quantized
+    the embeddings, their scales are paired too.
     """
     error = largest_error(load(QUANTIZED / name), load(plain))
     assert allowed / 10 < error < allowed
@@ -95,8 +95,8 @@ def test_the_communitys_fp8_files_are_read(plain: Path, community: Path) -> None
 
 
 def test_a_lingbot_world_in_the_communitys_fp8_is_read(lingbot_world: Path, tmp_path: Path) -> None:
-    """A single file in the community's FP8 layout replaces the transformer's files. Camera layers
-    are dequantized, because this package never quantizes them.
+    """One file in the community's FP8 layout replaces the transformer's files. Camera layers are
+    dequantized, because this package never quantizes them.
     """
     shutil.copytree(lingbot_world, tmp_path, dirs_exist_ok=True)
     folder = find_layout(tmp_path).transformer
@@ -122,7 +122,7 @@ def test_a_lingbot_world_in_the_communitys_fp8_is_read(lingbot_world: Path, tmp_
 
 
 def test_a_stage_ignores_the_scales_of_other_stages(plain: Path, community: Path) -> None:
-    """Loading a pipeline stage reports the scales of other stages as neither missing nor
+    """When a pipeline stage is loaded, other stages' scales are reported as neither missing nor
     unexpected.
     """
     second = ParallelContext(stage=1, num_stages=2)
@@ -132,8 +132,8 @@ def test_a_stage_ignores_the_scales_of_other_stages(plain: Path, community: Path
 
 
 def change(folder: Path, **changes: torch.Tensor | None) -> None:
-    """Replace tensors in a file, or remove those whose value is None. In names in `changes`, `__`
-    stands for a dot.
+    """Replace tensors in a file, and remove tensors whose new value is None. In the names of
+    `changes`, `__` stands for a dot.
     """
     tensors = load_file(folder / FILE)
     for name, value in changes.items():
@@ -178,7 +178,7 @@ def test_invalid_scales_are_refused(
 
 
 def test_integers_without_a_scale_are_refused(plain: Path, tmp_path: Path) -> None:
-    """An integer tensor without a scale, for example an int8 bias, is refused."""
+    """An integer tensor without a scale, for example an int8 bias, is rejected."""
     (tmp_path / "config.json").write_bytes((plain / "config.json").read_bytes())
     tensors = load_file(plain / FILE)
     tensors["blocks.0.attn1.to_q.bias"] = torch.ones(32, dtype=torch.int8)
@@ -191,8 +191,8 @@ def test_integers_without_a_scale_are_refused(plain: Path, tmp_path: Path) -> No
 
 
 def test_scales_per_block_and_per_channel_are_applied(plain: Path, tmp_path: Path) -> None:
-    """Scales are applied per block, even if the 128x128 block is larger than the layer, and per
-    channel with a one-dimensional scale tensor.
+    """Scales are applied per block, even if the 128x128 block is larger than the layer. A
+    one-dimensional scale tensor is applied per channel.
     """
     (tmp_path / "config.json").write_bytes((plain / "config.json").read_bytes())
     tensors = load_file(plain / FILE)

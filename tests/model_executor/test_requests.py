@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsing of scheduled requests, and the parts of an exception that a client may see."""
+"""Tests of how scheduled requests are parsed, and of which parts of an exception a client may
+see.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +27,7 @@ def sent(note: SchedulerNote | None = None, **fields: Any) -> Any:
 
 
 def test_a_request_is_read_with_its_tensors_and_its_note() -> None:
-    """A request is parsed with its tensors and can then be looked up by its id."""
+    """A request is parsed together with its tensors and can then be looked up by its id."""
     states = RequestStates()
     poses = torch.arange(3.0)
     state = states.add_request(
@@ -114,7 +116,7 @@ def test_a_chunk_is_done_with_its_last_step(step: int, num_steps: int, done: boo
 
 
 def test_clients_see_only_messages_of_this_package(caplog: pytest.LogCaptureFixture) -> None:
-    """Clients receive the messages of this package unchanged. For any other exception, clients
+    """Clients receive this package's own error messages verbatim. For any other exception, clients
     receive general advice, and the details are logged.
     """
     own = RequestFailed("capacity", "full")

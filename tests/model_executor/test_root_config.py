@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve DIR` without further flags: the `config.json` at the root, and what vLLM reads from
-the directory.
+"""Tests of `vllm serve DIR` without additional flags: the `config.json` at the root, and what vLLM
+reads from the directory.
 """
 
 import json
@@ -43,16 +43,16 @@ def assert_found_by_vllm(folder: Path) -> None:
     ],
 )
 def test_plain_vllm_reads_directories_of_make_tiny(model: str, layout: str, tmp_path: Path) -> None:
-    """Stock vLLM reads layouts with a released `config.json` at the root, with a network at the
-    root, and with neither.
+    """Stock vLLM reads layouts that have a released `config.json` at the root, a network at the
+    root, or neither.
     """
     write_tiny(model, tmp_path / "tiny", layout=layout)
     assert_found_by_vllm(tmp_path / "tiny")
 
 
 def test_plain_vllm_reads_directories_of_make_world(tmp_path: Path) -> None:
-    """Stock vLLM reads directories of `make_world`. The root config is not listed in the manifest,
-    so the directory still passes the manifest check.
+    """Stock vLLM reads directories that `make_world` has written. The root config is not listed in
+    the manifest, so such a directory still passes the manifest check.
     """
     write_world(tmp_path / "world")
     check_files(tmp_path / "world")
@@ -60,8 +60,8 @@ def test_plain_vllm_reads_directories_of_make_world(tmp_path: Path) -> None:
 
 
 def test_a_config_keeps_its_values_and_its_type(tmp_path: Path) -> None:
-    """A model type is added to a released config that has none. A config with a model type stays
-    unchanged.
+    """A model type is added to a released config that has none. A config that has a model type is
+    not changed.
     """
     path = tmp_path / "config.json"
     path.write_text('{"model_name": "Lance"}')
@@ -77,7 +77,9 @@ def test_a_config_keeps_its_values_and_its_type(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", ["{", '{"model_type": "omni_pipeline"}'])
 def test_a_directory_that_holds_no_model_is_named(config: str, tmp_path: Path) -> None:
-    """A directory without a model is named in an error, even if its config has a model type."""
+    """If a directory contains no model, the error names the directory, even if its config has a
+    model type.
+    """
     vllm_omni.register()
     (tmp_path / "config.json").write_text(config)
     with pytest.raises((ValueError, OSError), match=str(tmp_path)):

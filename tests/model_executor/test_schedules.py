@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Few-step schedules reproduce the timestep table of every public implementation, and invalid
-requests are refused.
+"""Few-step schedules reproduce each public implementation's timestep table, and invalid schedules
+are refused.
 """
 
 import json
@@ -34,8 +34,8 @@ def _shift(name: str) -> float:
 
 @pytest.mark.parametrize("name", [name for name in _GOLDEN if name.startswith("original")])
 def test_the_original_convention_reproduces_the_integer_table(name: str) -> None:
-    """The timesteps t, both sigmas and the groups of entries with the same t are identical to those
-    of the original scheduler.
+    """The timesteps t, both sigmas of each step, and the table entries that share a t are identical
+    to the original scheduler's.
     """
     rows = _GOLDEN[name]
     schedule = few_step_schedule("original", _shift(name), [row["index"] for row in rows])
@@ -50,8 +50,8 @@ def test_the_original_convention_reproduces_the_integer_table(name: str) -> None
 
 @pytest.mark.parametrize("name", [name for name in _GOLDEN if not name.startswith("original")])
 def test_the_exact_convention_reproduces_the_float_table(name: str) -> None:
-    """fp64 tables agree within rounding (1e-9). SGLang's table, which is computed in fp32, is
-    reproduced bit for bit.
+    """The fp64 tables agree with the published tables within rounding (1e-9). SGLang's table, which
+    is computed in fp32, is reproduced bit for bit.
     """
     rows = _GOLDEN[name]
     indices = [
@@ -84,8 +84,8 @@ def test_bad_schedules_are_refused(shift: float, indices: list[int], message: st
 
 
 def test_the_log_probability_is_that_of_a_gaussian() -> None:
-    """The log-probability is that of a Gaussian with mean (1 - sigma) x0. Given frames are not
-    random and do not contribute to the log-probability.
+    """The log-probability equals that of a Gaussian with mean (1 - sigma) x0. Given frames are not
+    random, so they do not contribute to the log-probability.
     """
     schedule = few_step_schedule("exact", 5.0, [0, 500, 900])
     noise = ChunkNoise((4, 3, 2, 2), 7, 1, torch.device("cpu"))

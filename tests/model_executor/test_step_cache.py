@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The denoise steps that a step cache computes. test_lance_pipeline.py and test_wan22_step_cache.py
-test the step cache in models.
+"""Tests of which denoise steps run when a step cache is used. test_lance_pipeline.py and
+test_wan22_step_cache.py test the step cache in models.
 """
 
 import pytest
@@ -10,15 +10,15 @@ from vllm_omni.model_executor.step_cache import computed_steps, step_cache_meta
 
 
 def embeddings(*sizes: float) -> torch.Tensor:
-    """Return the time embeddings of steps as vectors with the same direction and the given sizes,
-    so that embeddings differ only in size.
+    """Return one time embedding per step. The vectors have the given relative magnitudes and the
+    same direction.
     """
     return torch.tensor(sizes)[:, None] * torch.tensor([1.0, -2.0, 4.0])
 
 
 def test_steps_are_skipped_until_their_changes_reach_the_threshold() -> None:
-    """If all changes are equal, a threshold of 3 computes every third step and a threshold of 1
-    computes every step, whatever the size of the changes.
+    """If all relative changes are equal, every third step runs with a threshold of 3, and every
+    step runs with a threshold of 1. The size of the changes does not matter.
     """
     for growth in (1.1, 1.001):
         sizes = [growth**step for step in range(9)]
@@ -39,8 +39,8 @@ def test_steps_are_skipped_until_their_changes_reach_the_threshold() -> None:
 
 
 def test_a_large_change_is_computed_at_once_and_resets_the_sum() -> None:
-    """A change above the threshold is computed immediately. In this test, the mean change is
-    0.265.
+    """A step whose change alone exceeds the threshold runs immediately and resets the sum of
+    changes. In this test, the mean relative change is 0.265.
     """
     sizes = embeddings(1, 1.1, 2.2, 2.3, 2.4, 2.5)
     assert computed_steps(sizes, 1.2) == (True, False, True, False, False, True)
@@ -58,8 +58,8 @@ def test_a_threshold_below_every_change_computes_every_step() -> None:
 
 
 def test_constant_embeddings_compute_the_first_and_last_step() -> None:
-    """If the embeddings do not change, only the first and last steps are computed. All-zero
-    embeddings do not cause a division by zero.
+    """If the embeddings do not change, only the first and last steps run. All-zero embeddings do
+    not cause a division by zero.
     """
     assert computed_steps(embeddings(1, 1, 1, 1), 2.0) == (True, False, False, True)
     assert computed_steps(embeddings(0, 0, 0), 2.0) == (True, False, True)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From untrusted weight files, only plain dense tensors are read, and only from files inside the
-folder. Any other content results in a one-line error.
+"""Only plain dense tensors are read from untrusted weight files, and only from files inside the
+folder. Any other content causes a one-line error.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ MARKER = "payload_ran"
 
 
 class Payload:
-    """Unpickling this object would create the marker file."""
+    """An object whose unpickling would create the marker file."""
 
     def __reduce__(self):
         return (os.mkdir, (MARKER,))
@@ -62,8 +62,8 @@ def test_a_pth_file_is_read(tmp_path):
 
 
 def test_tensors_may_be_adapted(tmp_path):
-    """Tensors may be adapted while they are read, for example by splitting stacked tensors or
-    flattening them. Only requested tensors are read.
+    """Tensors can be adapted while they are being read. For example, stacked tensors can be split
+    or flattened. Only requested tensors are read.
     """
     stored = {
         "qkv": torch.arange(12.0).view(6, 2),
@@ -89,8 +89,8 @@ def test_tensors_may_be_adapted(tmp_path):
 
 
 def test_an_adaptation_that_does_not_fit_is_refused(tmp_path):
-    """An adaptation is refused if it gives two tensors the same name or does not fit the shape of a
-    tensor.
+    """An adaptation is rejected if it gives two tensors the same name or does not fit a tensor's
+    shape.
     """
     torch.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "x.pth")
     for form, message in (
@@ -116,7 +116,9 @@ def test_an_index_selects_the_files(tmp_path):
 
 
 def test_without_an_index_the_same_tensor_in_two_files_is_refused(tmp_path):
-    """Without an index, a tensor that occurs in two files is refused because it is ambiguous."""
+    """If there is no index, a tensor that occurs in two files is ambiguous and therefore
+    rejected.
+    """
     save_file({"a": torch.ones(1)}, tmp_path / "model-1.safetensors")
     save_file({"a": torch.zeros(1)}, tmp_path / "old.safetensors")
     refused(tmp_path, "'a' is in another file")
@@ -137,7 +139,7 @@ def test_without_an_index_the_same_tensor_in_two_files_is_refused(tmp_path):
     ],
 )
 def test_index_entries_that_are_no_plain_file_name_are_refused(tmp_path, name):
-    """An index may only name files in its own folder."""
+    """An index may name only files in its own folder."""
     (tmp_path / "inner").mkdir()
     save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
     index(tmp_path / "inner", {"a": name})
@@ -145,7 +147,7 @@ def test_index_entries_that_are_no_plain_file_name_are_refused(tmp_path, name):
 
 
 def test_links_out_of_the_folder_are_refused(tmp_path):
-    """A link to a file in another folder is refused."""
+    """A link to a file in another folder is rejected."""
     (tmp_path / "inner").mkdir()
     save_file({"a": torch.ones(1)}, tmp_path / "secret.safetensors")
     (tmp_path / "inner" / "x.safetensors").symlink_to(tmp_path / "secret.safetensors")
@@ -162,7 +164,7 @@ def test_a_sibling_folder_with_the_same_prefix_is_outside(tmp_path):
 
 
 def test_links_of_the_hugging_face_cache_are_followed(tmp_path):
-    """Links of a Hugging Face snapshot folder into `blobs/` are followed."""
+    """Links from a Hugging Face snapshot folder to `blobs/` are followed."""
     snapshot = tmp_path / "models--x--y" / "snapshots" / "0123" / "transformer"
     snapshot.mkdir(parents=True)
     (tmp_path / "models--x--y" / "blobs").mkdir()
@@ -173,8 +175,8 @@ def test_links_of_the_hugging_face_cache_are_followed(tmp_path):
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 100, -1])
 def test_truncated_safetensors_are_refused(tmp_path, keep):
-    """A truncated file, for example after an interrupted download, is refused, and the message says
-    to download it again.
+    """A truncated file, for example from an interrupted download, is rejected, and the message says
+    to download the file again.
     """
     save_file({"a": torch.ones(100)}, tmp_path / "x.safetensors")
     data = (tmp_path / "x.safetensors").read_bytes()
@@ -196,8 +198,8 @@ def test_truncated_safetensors_are_refused(tmp_path, keep):
     ],
 )
 def test_invalid_safetensors_headers_are_refused(tmp_path, header):
-    """Overlapping, oversized and reversed ranges and unknown dtypes are refused before any tensor
-    exists.
+    """Overlapping, oversized and reversed ranges, as well as unknown dtypes, are rejected before
+    any tensor is created.
     """
     raw = json.dumps(header).encode()
     (tmp_path / "x.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + b"\0" * 12)
@@ -205,28 +207,30 @@ def test_invalid_safetensors_headers_are_refused(tmp_path, header):
 
 
 def test_a_huge_header_is_refused(tmp_path):
-    """A header with a length of 2^62 bytes is refused without allocating memory for it."""
+    """A header that claims a length of 2^62 bytes is rejected, and no memory is allocated for
+    it.
+    """
     (tmp_path / "x.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}")
     refused(tmp_path, "no complete safetensors file")
 
 
 def test_integer_tensors_are_refused(tmp_path):
-    """Integer tensors are refused rather than cast."""
+    """Integer tensors are rejected rather than cast."""
     save_file({"a": torch.ones(2, dtype=torch.int64)}, tmp_path / "x.safetensors")
     refused(tmp_path, "dtype I64; allowed: F32, F16, BF16, F8_E4M3, F8_E5M2, I8, U8")
 
 
 @pytest.mark.parametrize("keep", [0, 10, 500, -30])
 def test_truncated_pth_is_refused(tmp_path, keep):
-    """A truncated `.pth` file is refused with a one-line error."""
+    """A truncated `.pth` file is rejected with a one-line error."""
     torch.save({"a": torch.ones(1000)}, tmp_path / "x.pth")
     (tmp_path / "x.pth").write_bytes((tmp_path / "x.pth").read_bytes()[:keep])
     refused(tmp_path / "x.pth", "download it again")
 
 
 def test_code_in_a_pth_does_not_run(tmp_path, monkeypatch):
-    """A pickle payload is refused without being run, whether in a zip archive, in a bare pickle, or
-    next to valid tensors.
+    """A malicious pickle is rejected without being run, whether it is in a zip archive, by itself,
+    or next to valid tensors.
     """
     monkeypatch.chdir(tmp_path)
     torch.save({"a": Payload()}, tmp_path / "zip.pth")
@@ -267,14 +271,14 @@ def shared() -> dict[str, torch.Tensor]:
 )
 def test_anything_but_plain_dense_float_tensors_is_refused(tmp_path, content, message):
     """Sparse, quantized, expanded, shared and non-float tensors, tensors without data, and objects
-    other than tensors are refused before their data is read.
+    other than tensors are rejected before their data is read.
     """
     torch.save(content, tmp_path / "x.pth")
     refused(tmp_path / "x.pth", message)
 
 
 def test_a_zip_that_is_no_checkpoint_is_refused(tmp_path):
-    """A zip archive that starts like a checkpoint but has other contents is refused."""
+    """A zip archive that starts like a checkpoint but contains something else is rejected."""
     with zipfile.ZipFile(tmp_path / "x.pth", "w") as archive:
         archive.writestr("readme.txt", "hello")
     refused(tmp_path / "x.pth", "cannot be read")
@@ -285,7 +289,9 @@ def test_a_zip_that_is_no_checkpoint_is_refused(tmp_path):
 )
 @given(data=st.data())
 def test_damaged_files_raise_only_valueerror(tmp_path, data):
-    """A weight file with changed bytes at any position either loads or raises ValueError."""
+    """Whichever bytes of a weight file are changed, reading it either succeeds or raises
+    ValueError.
+    """
     buffer = io.BytesIO()
     torch.save({"a": torch.ones(8), "b": torch.zeros(3)}, buffer)
     save_file({"a": torch.ones(8)}, tmp_path / "good.safetensors")
@@ -306,15 +312,15 @@ def test_damaged_files_raise_only_valueerror(tmp_path, data):
 
 @pytest.mark.parametrize("text", [b"", b"[1]", b"{", b"\xff\xfe", b"[" * 100_000])
 def test_files_that_are_no_json_object_are_refused(tmp_path, text):
-    """A config or index that is not a JSON object is named in a one-line error."""
+    """If a config or index is not a JSON object, a one-line error names the file."""
     (tmp_path / "config.json").write_bytes(text)
     with pytest.raises(ValueError, match=r"config\.json"):
         read_json(tmp_path / "config.json")
 
 
 def test_a_missing_file_is_named(tmp_path):
-    """A missing file is named in the error, for example a shard that is listed in the index but was
-    not downloaded.
+    """The error names the missing file, for example a shard that is listed in the index but was not
+    downloaded.
     """
     index(tmp_path, {"a": "model-1.safetensors"})
     refused(tmp_path, r"model-1\.safetensors is not there")
@@ -327,9 +333,9 @@ def test_a_missing_file_is_named(tmp_path):
 )
 @given(data=st.data())
 def test_unmapped_reading_equals_the_library(tmp_path, data):
-    """This reader applies the header rules of the safetensors library, so it reads every file that
-    the library accepts identically. From a damaged file that only the library refuses, it never
-    reads more bytes than the file has.
+    """This reader applies the safetensors library's header rules, so for every file that the
+    library accepts, both give the same tensors. If only the library rejects a damaged file, this
+    reader never reads more bytes than the file has.
     """
     tensors = {
         "b": torch.arange(6.0).reshape(2, 3),
@@ -346,7 +352,7 @@ def test_unmapped_reading_equals_the_library(tmp_path, data):
     try:
         expected = open_tensors(tmp_path / "x.safetensors")
     except ValueError:
-        # Some damage, for example a name that is not UTF-8, is refused only by the library.
+        # Only the library rejects some kinds of damage, for example a name that is not UTF-8.
         with contextlib.suppress(ValueError):
             found = UnmappedSource.open(tmp_path / "x.safetensors")
             assert sum(tensor.nbytes for _, tensor in found.read_tensors(found.shapes)) <= len(
@@ -364,8 +370,8 @@ def test_unmapped_reading_equals_the_library(tmp_path, data):
 
 @pytest.mark.parametrize("change", ["truncated", "rewritten", "replaced"])
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, change):
-    """A file that changes between reading its header and its last tensor is refused. The file is
-    never memory-mapped.
+    """A file is rejected if it changes after its header and before its last tensor has been read.
+    The file is never memory-mapped.
     """
     path, other = tmp_path / "x.safetensors", tmp_path / "other"
     for position in (path, other):
@@ -387,8 +393,8 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, change):
 
 @pytest.mark.parametrize("cut", [0, 4000])
 def test_a_file_truncated_while_it_is_read_is_refused(tmp_path: Path, cut: int) -> None:
-    """A file that is truncated while it is read is refused. If the file were memory-mapped, the
-    process would be killed.
+    """A file that is truncated while it is being read is rejected. If the file were memory-mapped,
+    the process would be killed.
     """
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.ones(1 << 10), "b": torch.ones(1 << 20)}, path)

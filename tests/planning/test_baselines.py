@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmark results recorded in the package: the rows that a machine can repeat, and comparisons
-with them.
+"""Tests of the benchmark results recorded in the package: the rows that a machine can repeat, and
+comparisons with the recorded results.
 """
 
 from pathlib import Path
@@ -50,8 +50,8 @@ def row(name: str, script: str | None, gpu: str | None = "H200", **changes: Any)
 
 
 def test_the_file_has_all_results_and_a_row_for_each_kind_of_machine() -> None:
-    """The file contains all results, and every machine has rows that it can repeat: a CPU, a GPU
-    with recorded results, and a GPU without.
+    """The file contains all results, and every machine has rows that it can repeat: a CPU machine,
+    a GPU with recorded results, and a GPU without recorded results.
     """
     names = sorted(one.name for one in all_baselines())
     assert names == sorted(one.name for one in results_page.load_rows())
@@ -77,8 +77,8 @@ def test_one_row_of_each_benchmark_is_chosen_with_the_same_hardware_first() -> N
 
 
 def test_named_rows_are_chosen_and_others_are_refused() -> None:
-    """Rows can be chosen by name. An unknown row is refused, and so is a row that needs a GPU or
-    more memory than the machine has.
+    """Rows can be chosen by name. An unknown row is rejected. A row is also rejected if it needs a
+    GPU that the machine lacks, or more memory than the machine has.
     """
     rows = [row("a", "world"), row("b", "world"), row("g", "large", memory_gb=141.0)]
     assert [one.name for one in choose_rows(H200, ["b", "a"], rows)] == ["b", "a"]
@@ -99,8 +99,8 @@ def test_named_rows_are_chosen_and_others_are_refused() -> None:
 def test_a_result_is_compared_with_the_median_of_the_record(
     measured: float, verdict: str, ratio: float
 ) -> None:
-    """A result is compared with the median of the recorded results. The limits allow for the 6 % by
-    which GPUs of the same model differ.
+    """A result is compared with the median of the recorded results. The limits allow for a
+    difference of 6 %, because results differ by that much between GPUs of the same model.
     """
     found = compare_result(row("a", "world"), {"result": {"chunk_interval_ms": measured}}, H200)
     assert (found.verdict, found.ratio, found.recorded) == (verdict, ratio, 100.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of GPUs in docs/reference/choosing.md equals the result of `vllm-omni plan all`."""
+"""The GPU table in docs/reference/choosing.md equals the output of `vllm-omni plan all`."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ COLUMNS = (
 
 
 def smallest_cards(names: list[str]) -> dict[str, list[str]]:
-    """Return the smallest GPU memory in which a session fits, for each model and column."""
+    """Return the smallest GPU memory size that one session fits in, for each model and column."""
     head, *lines = fits_text([model_of(name) for name in names]).splitlines()
     sizes = re.findall(r"\d+ GB", head)
     counts = {line[:70].strip(): [int(count) for count in line[70:].split()] for line in lines}

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measured results that `vllm-omni plan` prints: their sources, networks and memory."""
+"""Tests of the measured results that `vllm-omni plan` prints: their sources, networks and
+memory.
+"""
 
 import json
 from pathlib import Path
@@ -46,9 +48,9 @@ def test_a_result_agrees_with_its_file(run: MeasuredRun) -> None:
 
 @pytest.mark.parametrize("run", all_runs(), ids=lambda run: run.source)
 def test_the_computed_memory_is_near_the_measured_one(run: MeasuredRun) -> None:
-    """The computed memory of the fullest GPU is within 6 percent or 0.3 GB of the measured memory.
+    """The memory computed for the fullest GPU is within 6 percent or 0.3 GB of the measured memory.
 
-    Transient memory of kernels and of the allocator is not computed.
+    The computation excludes transient memory of kernels and of the allocator.
     """
     changes: dict[str, Any] = dict(SETTINGS[run.precision])
     if run.window is not None:
@@ -72,7 +74,7 @@ def test_the_computed_memory_is_near_the_measured_one(run: MeasuredRun) -> None:
     "run", [run for run in all_runs() if run.preset], ids=lambda run: run.source
 )
 def test_a_run_of_a_preset_has_its_settings(run: MeasuredRun) -> None:
-    """A measured run with a preset has the preset's settings and runs one session on one GPU."""
+    """A measured run of a preset has the preset's settings and one session on one GPU."""
     family = next(name for name, plan in family_plans().items() if run.model in plan.sizes)
     assert run.preset is not None and (run.gpus, run.sessions) == (1, 1)
     preset = get_family(family).presets[run.preset]
@@ -89,10 +91,10 @@ def test_the_recorded_qualities_agree_with_their_files() -> None:
 
 
 def test_runs_are_found_by_network_size_and_gpus(tmp_path: Path) -> None:
-    """Runs are found by network size and number of GPUs.
+    """Measured runs are found by network size and number of GPUs.
 
-    A published network uses the results of networks of its size. For other video sizes and
-    networks, no run is found.
+    For a published network, `find_runs` returns the results of networks of the same size. It
+    returns none for other video sizes or other networks.
     """
     model = model_of("causal_wan_1_3b")
     assert find_runs(model_of("longlive"), "H200", 4) == find_runs(model, "H200", 4) != []

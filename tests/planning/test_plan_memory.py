@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni plan`: memory of models and splits, the printed tables, and the command."""
+"""Tests of `vllm-omni plan`: the memory of models and splits, the printed tables, and the
+command.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,9 +36,10 @@ def test_models_have_the_parameters_of_their_checkpoints() -> None:
 
 
 def test_published_networks_are_planned_by_their_download_names() -> None:
-    """A published network is planned by its download name with its own window, sinks and steps.
+    """A published network can be planned by its download name, with its own window, sinks and
+    steps.
 
-    An unknown name is refused with the list of known names.
+    An unknown name is rejected with an error that lists the known names.
     """
     settings = {
         name: (model.window, model.sinks, model.denoise)
@@ -56,7 +59,7 @@ def test_published_networks_are_planned_by_their_download_names() -> None:
 
 
 def test_a_world_with_a_camera_branch_is_planned() -> None:
-    """The plan of a world with a camera branch counts the K/V window at 704x1280 in bf16 and the
+    """The plan for a world with a camera branch includes the K/V window at 704x1280 in bf16 and the
     branch's parameters.
     """
     model = model_of("dreamx_world")
@@ -69,8 +72,8 @@ def test_a_world_with_a_camera_branch_is_planned() -> None:
 
 
 def test_the_action_modules_of_a_game_are_counted() -> None:
-    """The plan of a game counts the K/V of its action modules: a session at 352x640 in bf16 has the
-    expected bytes.
+    """The plan for a game includes the keys and values of its action modules: a session at 352x640
+    in bf16 has the expected number of bytes.
     """
     model = model_of("matrix_game")
     blocks = replace(model, side_kv=0)
@@ -85,7 +88,7 @@ def test_a_chunk_holds_the_camera_modulation_of_all_layers(name: str, gib: float
     """A chunk's memory includes the scale and shift tensors that `camera_modulation` creates for
     each token and layer.
 
-    For models without a camera, these tensors are not counted.
+    For models without a camera, a chunk's memory excludes these tensors.
     """
     model = model_of(name)
     plain = plan_memory(replace(model, camera=False), H200, ParallelSplit())
@@ -94,9 +97,10 @@ def test_a_chunk_holds_the_camera_modulation_of_all_layers(name: str, gib: float
 
 
 def test_the_autoencoder_of_wan_2_2_has_the_bytes_of_its_network() -> None:
-    """The planned bytes of the Wan 2.2 autoencoder equal those of its network at 480x832 in bf16.
+    """The number of bytes planned for the Wan 2.2 autoencoder equals the actual network's size at
+    480x832 in bf16.
 
-    The size of the caches is proportional to the area of a frame.
+    The size of the caches is proportional to the frame area.
     """
     memory, decoder = WAN_2_2_AUTOENCODER, WAN_2_2_AUTOENCODER.tiny
     assert decoder is not None
@@ -199,9 +203,9 @@ def test_the_command_prints_splits_with_their_options_and_measured_runs(
 def test_a_preset_is_planned_with_its_options_and_its_speed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A preset is planned with its options and its speed, and flags override its options.
+    """A preset is planned with its options and its measured speed, and flags override its options.
 
-    A narrow network has FP8 weights only in preset `small`.
+    A narrow network has FP8 weights only in the `small` preset.
     """
     text = plan(capsys, "lingbot_world", "--preset", "realtime")
     assert "window 15" in text and "preset realtime, FP8 keys and values, FP8 weights" in text
@@ -216,7 +220,7 @@ def test_a_preset_is_planned_with_its_options_and_its_speed(
 
 def test_splits_can_be_served() -> None:
     """Every planned split can be served: the number of heads is divisible by the number of ranks,
-    splits fit the GPUs, and no split is listed twice.
+    and the split fits the GPUs. No split is listed twice.
     """
     model = model_of("causal_wan_1_3b")
     found = splits(model, 8)
@@ -228,11 +232,11 @@ def test_splits_can_be_served() -> None:
 
 @pytest.mark.parametrize("quantization", ["fp8", "nvfp4"])
 def test_quantization_reduces_the_weights_of_the_blocks(quantization: str) -> None:
-    """Quantization reduces the size of the weights in the blocks and, with int8, of the weights in
-    the camera layers.
+    """Quantization reduces the size of the weights in the blocks. With int8, it also reduces the
+    size of the weights in the camera layers.
 
-    LingBot has 18.5 billion weights: 14 billion in layers of the blocks and 4 billion in camera
-    layers.
+    LingBot has 18.5 billion weights, of which 14 billion are in the blocks' layers and 4 billion in
+    camera layers.
     """
     plain = model_of("lingbot_world")
     assert 0.74 < plain.block_parameters / plain.parameters < 0.77
@@ -250,8 +254,7 @@ def test_quantization_reduces_the_weights_of_the_blocks(quantization: str) -> No
 
 
 def test_all_models_are_in_one_table(capsys: pytest.CaptureFixture[str]) -> None:
-    """One table lists all models. More memory or smaller weights never reduce the number of
-    sessions.
+    """A single table lists all models. More GPU memory never reduces the number of sessions.
 
     Keeping the text encoder on the host frees GPU memory.
     """
@@ -313,8 +316,8 @@ def test_invalid_plans_are_refused(argv: list[str], words: str) -> None:
 
 
 def test_fp8_kv_increases_the_number_of_sessions() -> None:
-    """FP8 halves LingBot's K/V window, which takes 21.4 GiB in bf16, so more sessions fit. The rest
-    of a session's memory stays the same.
+    """FP8 halves the size of LingBot's K/V window, which takes up 21.4 GiB in bf16, so more
+    sessions fit. The rest of a session's memory does not change.
     """
     plain, fp8 = (
         plan_memory(model_of("lingbot_world", kv_itemsize=size), H200, ParallelSplit())
@@ -327,8 +330,8 @@ def test_fp8_kv_increases_the_number_of_sessions() -> None:
 def test_the_text_encoder_counts_for_one_gpu() -> None:
     """The text encoder's memory is counted on only one GPU.
 
-    With two stages, the first one contains the encoder and the last one decodes, so the fullest GPU
-    needs less memory than a single GPU with both.
+    With two stages, the first stage holds the encoder and the last stage decodes, so the fullest
+    GPU needs less memory than if a single GPU did both.
     """
     model = model_of("lingbot_world")
     hosted = replace(model, text_on_cpu=True)

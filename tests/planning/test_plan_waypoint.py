@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni plan` for Waypoint: sizes and supported splits."""
+"""Tests of `vllm-omni plan` for Waypoint: memory sizes and supported splits."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from vllm_omni.planning.stream_model import ParallelSplit
 
 
 def test_both_kinds_of_ring_buffers_are_counted() -> None:
-    """K/V take up 780 MiB at 1280x720 (18 layers of 16 frames, 6 layers of 17), and a quarter of
-    that at 640x360.
+    """The K/V cache takes up 780 MiB at 1280x720 (18 layers of 16 frames, 6 layers of 17 frames)
+    and a quarter of that at 640x360.
     """
     large, small = (window_bytes(model_of(name), 16) for name in ("waypoint", "waypoint_360p"))
     assert large == 780 * 2**20 and small == large / 4

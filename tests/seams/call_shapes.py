@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Extract calls from source code, and compare them with function signatures."""
+"""Extracts calls from source code and compares them with function signatures."""
 
 import ast
 import inspect
@@ -14,7 +14,7 @@ _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 @dataclass(frozen=True)
 class CallShape:
-    """The arguments of one call in source code. A call with `*args` or `**kwargs` is
+    """The arguments of a call in source code. A call that has `*args` or `**kwargs` is
     `open_ended`.
     """
 
@@ -48,8 +48,8 @@ class CallShape:
 
 
 def refused_calls(ours: Signature, theirs: Signature) -> list[str]:
-    """Return the calls that `theirs` accepts and `ours` refuses. An override must not refuse any
-    such call.
+    """Return the calls that `theirs` accepts but `ours` rejects. For a valid override, the list is
+    empty.
     """
     mine = list(ours.parameters.values())
     slots = [parameter.name for parameter in mine if parameter.kind in _POSITIONAL]
@@ -83,7 +83,8 @@ def refused_calls(ours: Signature, theirs: Signature) -> list[str]:
             *_POSITIONAL,
             Parameter.KEYWORD_ONLY,
         )
-        # A positional call fills this position with another name. Missing names are reported above.
+        # A positional call would fill this position under another name. Missing names are reported
+        # above.
         known = parameter.name in required or (
             parameter.kind in _POSITIONAL
             and index < len(positional)
@@ -95,7 +96,7 @@ def refused_calls(ours: Signature, theirs: Signature) -> list[str]:
 
 
 def function_of(attribute: Any) -> Any:
-    """Return the function of a method, class method or static method of a class, or None for other
+    """Return the function behind a class's method, class method or static method, or None for other
     attributes.
     """
     function = getattr(attribute, "__func__", attribute)
@@ -103,7 +104,7 @@ def function_of(attribute: Any) -> Any:
 
 
 def calls_of_attribute(tree: ast.AST, owner: str) -> Iterator[tuple[str, CallShape]]:
-    """Yield (method, shape) for every call of the form `<...>.owner.method(...)`."""
+    """Yield (method, shape) for each call of the form `<...>.owner.method(...)`."""
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Call)
@@ -115,7 +116,7 @@ def calls_of_attribute(tree: ast.AST, owner: str) -> Iterator[tuple[str, CallSha
 
 
 def remote_calls(tree: ast.AST) -> Iterator[tuple[str, CallShape]]:
-    """Yield (method, shape) for every call `collective_rpc("method", args=(...), kwargs={...})`."""
+    """Yield (method, shape) for each call `collective_rpc("method", args=(...), kwargs={...})`."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Private attributes of aiortc that the WebRTC endpoint uses."""
+"""Tests of private attributes of aiortc that the WebRTC endpoint uses."""
 
 import inspect
 
@@ -18,6 +18,8 @@ def test_a_sender_handles_feedback_in_the_method_that_is_wrapped() -> None:
 
 
 def test_packets_of_a_track_are_sent_without_encoding() -> None:
-    """A track may return encoded packets, which aiortc splits for RTP but does not encode again."""
+    """A track can return encoded packets. aiortc splits these for RTP but does not encode them
+    again.
+    """
     source = inspect.getsource(aiortc.rtcrtpsender.RTCRtpSender._next_encoded_frame)
     assert "self.__encoder.pack(data)" in source

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparing calls with signatures: which differences are reported, and which are accepted."""
+"""Tests of the comparison of calls with signatures: which differences are reported, and which are
+accepted.
+"""
 
 import ast
 import inspect
@@ -70,8 +72,8 @@ def test_incompatible_overrides_are_found(override: Callable[..., Any], refused:
 
 
 def test_star_arguments_of_the_base_are_required() -> None:
-    """An override of a function with star arguments must have them too, because the overridden
-    function accepts every call.
+    """If a function has star arguments, an override must have them too, because the overridden
+    function accepts any arguments.
     """
     assert refused_calls(inspect.signature(same), inspect.signature(wider)) == [
         "any number of positions",
@@ -106,8 +108,8 @@ executor.collective_rpc(method)
 
 
 def test_a_refused_call_has_a_reason() -> None:
-    """Too many, unknown or missing arguments are reported. Missing arguments are accepted in an
-    open-ended call, because star arguments may supply them.
+    """Too many, unknown or missing arguments are reported. In an open-ended call, missing arguments
+    are accepted, because star arguments may supply them.
     """
     signature = inspect.signature(lambda self, layout, *, size=1: None)
     assert CallShape(1, ("size",)).refusal(signature, bound=1) is None

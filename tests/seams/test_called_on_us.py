@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classes of this package that do not inherit from vLLM's classes accept the calls that vLLM makes
+"""This package's classes that do not inherit from vLLM's classes accept the calls that vLLM makes
 to them.
 """
 
@@ -28,10 +28,10 @@ NOT_OF_THE_RUNNER = {
     "_init_kv_zero_meta": "guarded by hasattr and by needs_kv_cache_zeroing, which needs a "
     "KV group",
 }
-"""Calls on `model_runner` that cannot occur with the diffusion worker, and the reason for each."""
+"""Calls on `model_runner` that cannot occur with the diffusion worker, each with the reason."""
 
 ONLY_IN_WARM_UP = {"_compile_or_warm_up_model"}
-"""Methods of vLLM's worker that are called only by methods that the diffusion worker replaces."""
+"""Methods of vLLM's worker whose only callers are methods that the diffusion worker replaces."""
 
 NOT_OF_A_PIPELINE = {
     "save_sharded_state": "the executor refuses it by name",
@@ -49,13 +49,13 @@ NARROWER_THAN_A_WORKER = {
     "initialize_from_config": "gets the configs of all ranks, as the wrapper around a worker does, "
     "by position",
 }
-"""Methods of the pipeline worker that accept fewer arguments than the same methods of a vLLM
-worker, and the reason for each.
+"""Pipeline worker methods that accept fewer arguments than the methods of the same name in a vLLM
+worker, each with the reason.
 """
 
 
 def unreplaced_methods() -> Iterator[ast.AST]:
-    """Yield the methods of vLLM's workers that a diffusion worker inherits unchanged."""
+    """Yield the methods of vLLM's workers that a diffusion worker does not override."""
     ours = vars(DiffusionWorkerMixin)
     for module in (gpu_worker, cpu_worker):
         for method in methods(ast.parse(inspect.getsource(module))):
@@ -67,7 +67,7 @@ def unreplaced_methods() -> Iterator[ast.AST]:
 
 
 def test_the_runner_accepts_every_call_of_the_worker() -> None:
-    """The runner accepts every call that the source of vLLM's two workers makes to it: the method
+    """The runner accepts every call that vLLM's two workers make to it in their source: the method
     exists and accepts the positional and keyword arguments.
     """
     refused, seen = {}, set()
@@ -103,8 +103,8 @@ def test_skipped_methods_are_only_called_by_replaced_ones() -> None:
 
 
 def test_the_pipeline_worker_accepts_every_remote_call() -> None:
-    """The pipeline worker accepts every `collective_rpc` call in vLLM's executor and engine
-    core.
+    """The pipeline worker accepts every `collective_rpc` call that vLLM's executor and engine core
+    make.
     """
     refused, seen = {}, set()
     for module in (abstract, core):
@@ -125,7 +125,7 @@ def test_the_pipeline_worker_accepts_every_remote_call() -> None:
 
 
 def test_the_pipeline_worker_accepts_the_calls_of_a_worker() -> None:
-    """If a pipeline worker's method has the same name as a method of a vLLM worker, it accepts the
+    """If a pipeline worker's method has the same name as a vLLM worker's method, it must accept the
     same calls, because clients call worker methods by name.
     """
     refused, compared = {}, set()
@@ -149,7 +149,7 @@ def test_the_pipeline_worker_accepts_the_calls_of_a_worker() -> None:
 
 
 def test_exemptions_are_needed() -> None:
-    """Every exempt name is still called or defined by vLLM, so no exemption is obsolete."""
+    """vLLM still calls or defines every exempt name, so no exemption is obsolete."""
     source = ast.parse(inspect.getsource(gpu_worker))
     assert set(NOT_OF_THE_RUNNER) <= {
         name for name, _ in calls_of_attribute(source, "model_runner")

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every override of a method in the installed vLLM accepts all calls that the original method
-accepts.
-"""
+"""Every override of an installed vLLM method accepts all calls that the original method accepts."""
 
 import importlib
 import inspect
@@ -26,14 +24,14 @@ NOT_CALLED_BY_VLLM = {
     "LinearPrecision.__init__": "only this package's transformers create it, from vLLM's config",
     "StoredQuantization.__init__": "only the pipeline creates it, from vLLM's config",
 }
-"""Methods that have the name of a vLLM method but are never called by vLLM, and the reason for
-each.
+"""Methods that share their name with a vLLM method but are never called by vLLM, each with the
+reason.
 """
 
 
 @cache
 def own_classes() -> dict[str, type]:
-    """Return every class of this package, including the runner classes that workers build from a
+    """Return every class in this package, including the runner classes that workers build from a
     mixin and vLLM's runner.
     """
     found: dict[str, type] = {}
@@ -48,7 +46,7 @@ def own_classes() -> dict[str, type]:
 
 
 def runners() -> Iterator[type]:
-    """Yield the runner classes that `_make_model_runner` of the AR workers builds."""
+    """Yield the runner classes that the AR workers' `_make_model_runner` builds."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -63,8 +61,8 @@ def runners() -> Iterator[type]:
 
 
 def overrides() -> Iterator[tuple[type, type, str, Any, Any]]:
-    """Yield (this package's class, vLLM's class, name, our attribute, vLLM's attribute) for every
-    override.
+    """Yield (this package's class, vLLM's class, name, this package's attribute, vLLM's attribute)
+    for each override.
     """
     for cls in own_classes().values():
         order = cls.__mro__
@@ -80,7 +78,8 @@ def overrides() -> Iterator[tuple[type, type, str, Any, Any]]:
                     if b.__module__.split(".")[0] == "vllm" and name in vars(b)
                 ]
                 if bases:
-                    # A method that forwards all arguments does not determine which calls are valid.
+                    # A method that takes and forwards any arguments does not determine which calls
+                    # are valid.
                     base = next((b for b in bases if not _forwards_all(vars(b)[name])), bases[0])
                     yield owner, base, name, ours, vars(base)[name]
 
@@ -97,10 +96,10 @@ def _forwards_all(attribute: Any) -> bool:
 
 
 def test_every_override_accepts_the_calls_of_its_base() -> None:
-    """Every override accepts the calls that its base method accepts: positions, names, defaults and
-    star arguments are compared.
+    """Every override accepts the calls that its base method accepts. The test compares positions,
+    names, defaults and star arguments.
 
-    A property must not override a method, nor a method a property.
+    A property must not override a method, and a method must not override a property.
     """
     refused: dict[str, Any] = {}
     compared = set()
@@ -133,7 +132,7 @@ def test_every_override_accepts_the_calls_of_its_base() -> None:
 
 
 def test_no_class_is_abstract() -> None:
-    """Every class that vLLM instantiates or receives can be instantiated."""
+    """Every class whose instances vLLM creates or receives can be instantiated."""
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.outputs import AsyncModelRunnerOutput
 
@@ -152,8 +151,8 @@ def test_no_class_is_abstract() -> None:
 
 
 def test_exemptions_are_needed() -> None:
-    """Every exemption is needed. An obsolete exemption would hide errors in a later method of the
-    same name.
+    """Every exemption must still be needed, because an obsolete exemption would hide errors in a
+    later method of the same name.
     """
     existing = {f"{owner.__name__}.{name}" for owner, _, name, _, _ in overrides()}
     assert set(NOT_CALLED_BY_VLLM) <= existing

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Private functions and attributes of torch and vLLM that this package uses behave as required.
+"""Private torch and vLLM functions and attributes that this package uses behave as required.
 
-When a test fails, it names the code that uses the private function or attribute.
+A failing test names the code that uses the private function or attribute.
 """
 
 import inspect
@@ -55,10 +55,11 @@ def load(layer: ColumnLinear, weight: torch.Tensor) -> None:
 
 
 def test_torch_fuses_addmm_and_gelu() -> None:
-    """torch fuses addmm and GELU with the arguments bias, input and transposed weight.
+    """torch has a fused addmm and GELU that takes the bias, the input and the transposed weight as
+    arguments.
 
-    On a CPU, torch uses the erf GELU, which differs by at most 5e-4 from the tanh GELU.
-    test_the_gelu_of_a_product_is_the_gelu_of_its_result covers CUDA.
+    On a CPU, it applies the erf GELU, which differs from the tanh GELU by at most 5e-4.
+    test_the_gelu_of_a_product_is_the_gelu_of_its_result tests CUDA.
     """
     user = "vllm_omni.model_executor.layers.linear.linear.gelu_of calls it"
     fused = getattr(torch, "_addmm_activation", None)
@@ -78,8 +79,8 @@ def test_torch_fuses_addmm_and_gelu() -> None:
 def test_online_quantization_of_vllm_uses_the_meta_device(
     vllm_config: VllmConfig,
 ) -> None:
-    """In vLLM's online quantization, a weight stays on the meta device until its layer is loaded
-    completely.
+    """In vLLM's online quantization, a weight stays on the meta device until its layer has been
+    loaded completely.
 
     A quantization method reads the weight through `get_weight_for_quantization`.
     """
@@ -97,7 +98,7 @@ def test_online_quantization_of_vllm_uses_the_meta_device(
 
 
 def test_vllm_marks_quantized_layers_and_clears_the_mark_on_reload(vllm_config: VllmConfig) -> None:
-    """A layer is quantized when its last tensor is loaded, and not a second time when vLLM
+    """A layer is quantized when its last tensor is loaded. It is not quantized again when vLLM
     processes the whole model after loading.
 
     A reload quantizes the layer again.
@@ -134,9 +135,10 @@ def test_the_output_thread_of_vllm_has_its_name() -> None:
 
 
 def test_hidden_states_of_vllm_are_a_file_of_fixed_layers() -> None:
-    """vLLM's own feature for hidden states writes those of a fixed set of layers to a file.
+    """vLLM's own hidden-states feature writes the hidden states of a fixed set of layers to a file.
 
-    If this changes, reconsider docs/architecture/ar_path.md ("Why not `extract_hidden_states`").
+    If vLLM's feature changes, reconsider docs/architecture/ar_path.md ("Why not
+    `extract_hidden_states`").
     """
     connector = object.__new__(ExampleHiddenStatesConnector)
     connector._request_filenames, connector._pending_saves = {"a": "/tmp/a.safetensors"}, {}

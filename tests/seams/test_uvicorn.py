@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attributes of uvicorn's classes that this package uses. When a test fails, it names the attribute
-and the class that uses it.
+"""Tests that uvicorn's classes have the attributes that this package uses. A failing test names the
+attribute and the class that uses it.
 
 `uvicorn.Config(ws=..., http=...)` accepts protocol classes, so setting a protocol class is public
-API. The attributes that a subclass inherits are not documented, so the tests look them up in the
-source of the installed uvicorn.
+API. The attributes that a subclass inherits are not documented, so the tests look for them in the
+installed uvicorn's source.
 """
 
 import ast
@@ -21,8 +21,8 @@ from vllm_omni.entrypoints.limits import frame_budget, header_limits
 
 
 def attributes_of(cls: type) -> set[str]:
-    """Return the methods of a class and the attributes that these methods set or annotate on
-    `self`.
+    """Return the names of a class's methods and of the attributes that these methods set or
+    annotate on `self`.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     stored = {
@@ -37,8 +37,8 @@ def attributes_of(cls: type) -> set[str]:
 
 
 def used_of(cls: type, owners: set[str]) -> set[str]:
-    """Return the protocol attributes that the source of a class uses. `owners` are the names by
-    which the source refers to the protocol.
+    """Return the protocol attributes that a class's source uses. `owners` are the names that the
+    source uses for the protocol.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     return {
@@ -60,8 +60,8 @@ def used_of(cls: type, owners: set[str]) -> set[str]:
 def test_the_websocket_protocol_has_the_attributes_of_its_subclasses(
     cls: type, owners: set[str]
 ) -> None:
-    """uvicorn's protocol has every attribute that our subclasses use. Names with a leading
-    underscore belong to this package and are not checked.
+    """uvicorn's protocol has every attribute that this package's subclasses use. Names with a
+    leading underscore belong to this package and are not checked.
     """
     used = {name for name in used_of(cls, owners) if not name.startswith("_")}
     assert len(used) > 3
@@ -72,8 +72,8 @@ def test_the_websocket_protocol_has_the_attributes_of_its_subclasses(
 
 
 def test_the_websocket_protocol_calls_overridden_methods() -> None:
-    """uvicorn calls the methods that this package overrides. If uvicorn stopped calling one, floods
-    of messages would no longer be limited, and nothing would report an error.
+    """uvicorn calls the methods that this package overrides. If uvicorn stopped calling one of
+    these methods, message floods would no longer be limited, and nothing would report an error.
     """
     source = inspect.getsource(WebSocketsSansIOProtocol)
     for method in ("handle_events", "handle_connect"):

@@ -27,7 +27,7 @@ NOT_IN_EVERY_VERSION = {
 
 
 class Imports:
-    """Names of a module that are imported from vLLM anywhere in its file."""
+    """The names that a module imports from vLLM anywhere in its file."""
 
     def __init__(self, tree: ast.AST) -> None:
         self.targets: dict[str, tuple[str, str | None]] = {}
@@ -45,7 +45,7 @@ class Imports:
                         self.targets[alias.asname] = (alias.name, None)
 
     def resolve(self, expression: ast.expr) -> Any:
-        """Return the object to which a dotted name refers, or None if the object is not from vLLM.
+        """Return the object that a dotted name refers to, or None if the object is not from vLLM.
 
         Raises:
             AttributeError: The object does not exist.
@@ -84,9 +84,9 @@ def skipped(imports: Imports, path: Path) -> bool:
 
 
 def direct_calls() -> Iterator[tuple[str, Any, CallShape, int]]:
-    """Yield (location, callable, shape, implicit arguments) of every direct call into vLLM.
+    """Yield (location, callable, shape, implicit arguments) for each direct call into vLLM.
 
-    Direct calls are calls of names imported from vLLM, and of methods of objects that are annotated
+    Direct calls are calls to names imported from vLLM, and calls to methods of objects annotated
     with a vLLM class.
     """
     for path in sources():
@@ -119,8 +119,8 @@ def _annotated(tree: ast.AST, imports: Imports) -> dict[str, list[type]]:
     """Return the expressions (`client`, `self._client`) that are annotated with the same vLLM class
     everywhere in the file.
 
-    An attribute that is assigned from an annotated parameter has the parameter's class and the
-    classes to which `isinstance` narrows it.
+    An attribute assigned from an annotated parameter gets the parameter's class and the classes
+    that `isinstance` narrows the parameter to.
     """
     found: dict[str, set[type]] = {}
     for node in ast.walk(tree):
@@ -177,8 +177,8 @@ def _class(annotation: ast.expr | None, imports: Imports) -> type | None:
 
 
 def base_calls() -> Iterator[tuple[str, Any, CallShape, int]]:
-    """Yield (location, callable, shape, implicit arguments) of every `super().method(...)` that
-    resolves to a method of vLLM.
+    """Yield (location, callable, shape, implicit arguments) for each `super().method(...)` that
+    resolves to a vLLM method.
     """
     seen = set()
     for cls in own_classes().values():
@@ -212,7 +212,7 @@ def base_calls() -> Iterator[tuple[str, Any, CallShape, int]]:
 
 
 def _is_generated(function: Any) -> bool:
-    """Return whether a function is generated, for example by `dataclass`, and therefore has no
+    """Return whether a function was generated, for example by `dataclass`, and therefore has no
     source.
     """
     return bool(function.__code__.co_filename.startswith("<"))
@@ -247,8 +247,8 @@ def refusals(calls: Iterator[tuple[str, Any, CallShape, int]]) -> tuple[dict[str
 
 
 def test_vllm_accepts_every_call() -> None:
-    """vLLM accepts every call to a function or class that is imported from it, and to a method of
-    an object that is annotated with a vLLM class.
+    """vLLM accepts every call to a function or class imported from it, and every call to a method
+    of an object annotated with a vLLM class.
     """
     refused, taken = refusals(direct_calls())
     assert refused == {}
@@ -277,7 +277,7 @@ def test_base_methods_of_vllm_accept_super_calls() -> None:
 
 
 def test_every_import_exists() -> None:
-    """Every name that is imported from vLLM exists, including imports inside functions and for type
+    """Every name imported from vLLM exists, including names imported inside functions and for type
     checkers.
     """
     missing = {}
@@ -317,7 +317,7 @@ def test_every_import_exists() -> None:
 def test_a_call_that_vllm_refuses_is_found(
     code: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call that vLLM would refuse is reported, which proves that the checks above detect invalid
+    """A call that vLLM would reject is reported, which shows that the checks above detect invalid
     calls.
     """
     (tmp_path / "vllm_omni").mkdir()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-built `SchedulerOutput`s of an autoregressive engine, for tests of the runner."""
+"""Builds an autoregressive engine's `SchedulerOutput`s by hand, for runner tests."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,7 +18,8 @@ def new_request(
     """Return a newly scheduled request.
 
     Args:
-        hidden_states: Mode of the requested hidden states. None requests none.
+        hidden_states: Mode of the requested hidden states. With None, no hidden states are
+            requested.
         extra_args: Replacement for the sampling parameters' `extra_args`. Default: built from
             `hidden_states`.
     """
@@ -43,7 +44,7 @@ def scheduler_output(
     finished: Iterable[str] = (),
     drafts: Mapping[str, list[int]] | None = None,
 ) -> SchedulerOutput:
-    """Return the scheduler output of one engine step.
+    """Return the scheduler output for one engine step.
 
     Args:
         scheduled: Number of scheduled tokens per request. Default for a new request: its whole

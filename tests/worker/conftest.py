@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny checkpoints of variants that only the worker's tests use."""
+"""Fixtures for tiny checkpoints of model variants that only the worker tests use."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters in the runner.
+"""Tests of LoRA adapters in the runner.
 
-The tests cover batches, forks, snapshots, chunks in flight, vLLM's own `lora_request` argument, and
-FP8 weights.
+The tests include batches, forks, snapshots, chunks in flight, vLLM's own `lora_request` argument,
+and FP8 weights.
 """
 
 import dataclasses
@@ -61,8 +61,8 @@ def chunk(worker: Worker, session: str, **fields: Any) -> torch.Tensor:
 
 
 def stream(worker: Worker, session: str, choices: list[list[Lora] | None]) -> list[torch.Tensor]:
-    """Return the latents of a session's next chunks, one for each entry of `choices`. The session
-    is opened if it does not exist.
+    """Return the latents of a session's next chunks, one chunk for each entry of `choices`. If the
+    session does not exist, it is opened.
     """
     first: list[dict[str, Any]] = [
         {} if session in worker.runner.sessions else {"prompt": "a field"}
@@ -78,8 +78,8 @@ def equal(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 def test_adapters_apply_in_batches_forks_and_restored_sessions(
     make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest], tmp_path: Path
 ) -> None:
-    """Requests with different adapters never share a forward pass, so each result equals that of a
-    request that runs by itself.
+    """Requests with different adapters never share a forward pass, so each request gives the same
+    result as when it runs by itself.
 
     Forks and restored sessions keep the adapters.
     """
@@ -116,10 +116,8 @@ def test_adapters_apply_in_batches_forks_and_restored_sessions(
 def test_a_snapshot_names_its_adapters_and_requires_them(
     make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest], tmp_path: Path
 ) -> None:
-    """A snapshot records the adapters of its session.
-
-    The session continues bit for bit if the same adapters are loaded, and the snapshot is refused
-    if they are not.
+    """A snapshot records its session's adapters. If the same adapters are loaded, the session
+    continues bit for bit. Otherwise, the snapshot is refused.
     """
     worker = make(make_runner, causal_wan, requests)
     stream(worker, "walk", [INK + WOOL, None])
@@ -166,7 +164,7 @@ def test_removed_adapters_are_not_required_by_a_snapshot(
     """After an adapter is removed from a session, a server without adapters can restore the
     session's snapshot.
 
-    The session continues bit for bit, and requests with adapters are refused.
+    The session then continues bit for bit, and requests that use adapters are refused.
     """
     worker = make(make_runner, causal_wan, requests)
     stream(worker, "walk", [INK, []])
@@ -179,7 +177,7 @@ def test_removed_adapters_are_not_required_by_a_snapshot(
 
 
 def refused(worker: Worker, folder: Path, words: str) -> None:
-    """Assert that restoring the file `walk` fails with a one-line error that contains `words`, and
+    """Assert that restoring the `walk` file fails with a one-line error that contains `words`, and
     that no session is opened.
     """
     with pytest.raises(RequestFailed, match=re.escape(words)) as refusal:
@@ -191,10 +189,10 @@ def refused(worker: Worker, folder: Path, words: str) -> None:
 def test_a_switch_of_adapters_recomputes_the_prompt_keys(
     make_runner: MakeRunner, causal_wan: Path, tmp_path: Path
 ) -> None:
-    """An adapter for the keys and values of the text takes effect even if the prompt stays the
-    same.
+    """An adapter that changes the prompt's cross-attention keys and values takes effect even if the
+    prompt stays the same.
 
-    Removing the adapter restores the base output.
+    Removing the adapter restores the base model's output.
     """
     target = files.causal_wan_target(causal_wan)
     made = files.factors(
@@ -220,8 +218,8 @@ def test_chunks_in_flight_keep_the_adapters_they_started_with(
     requests: dict[str, LoRARequest],
     two: tuple[Any, Any],
 ) -> None:
-    """Two chunks of a session in flight with different adapters equal the same chunks run one at a
-    time.
+    """When two chunks of a session are in flight with different adapters, they give the same
+    results as when they run one at a time.
     """
     model = {
         "cache": "noise_matched",
@@ -247,8 +245,8 @@ def test_chunks_in_flight_keep_the_adapters_they_started_with(
 def test_lora_request_of_vllm_names_an_adapter(
     make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest]
 ) -> None:
-    """vLLM's `lora_request` loads the adapter if it is not loaded yet. If loading fails, only that
-    request fails.
+    """If the adapter that vLLM's `lora_request` names is not loaded yet, the request loads it. If
+    loading fails, only that request fails.
     """
     worker = Worker(make_runner(causal_wan, {"model": SMALL}, dtype="float32", **LORA))
 
@@ -268,8 +266,8 @@ def test_lora_request_of_vllm_names_an_adapter(
 def test_an_adapter_for_another_model_is_refused(
     make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest], tmp_path: Path
 ) -> None:
-    """An adapter for another model is refused with a one-line error, and adapters that are already
-    loaded stay usable.
+    """An adapter for another model is rejected with a one-line error, and adapters already loaded
+    stay usable.
     """
     worker = make(make_runner, causal_wan, requests)
     before = stream(worker, "a", [INK])
@@ -290,9 +288,9 @@ def test_adapters_on_fp8_weights_have_the_effect_of_bf16_weights(
 ) -> None:
     """An adapter has nearly the same effect on FP8 weights as on bf16 weights.
 
-    The adapter product is computed in bf16 and added to the quantized product, so the effect keeps
-    its direction and size (relative difference below 0.2). The adapters still apply after a reload,
-    which quantizes the weights again.
+    The adapter product is computed in bf16 and added to the quantized product, so the effect has
+    almost the same direction and size (relative difference below 0.2). The adapters still apply
+    after a reload, which quantizes the weights again.
     """
     effects, bases = [], []
     for more in ({}, {"quantization": "fp8_per_channel"}):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters on checkpoints whose stored weights are quantized.
+"""Tests of LoRA adapters for checkpoints whose stored weights are quantized.
 
-The adapter is added to vLLM's quantized product or applied to dequantized weights. The model is Wan
-2.2 with both experts from tests/golden/quantized. Formats in which a CPU cannot compute are
-dequantized in these tests.
+The adapter's product is added to vLLM's quantized product, or the adapter is applied to dequantized
+weights. The model is Wan 2.2, with both experts from tests/golden/quantized. In these tests,
+formats that a CPU cannot run are dequantized.
 """
 
 from collections.abc import Callable
@@ -37,11 +37,11 @@ FORMATS: dict[str, tuple[bool, float]] = {
     "torchao_fp8": (False, 0.2),
     "torchao_int8": (False, 0.2),
 }
-"""For each format, the value of `omni.dequantize` and the allowed relative difference of an
+"""For each format, the value of `omni.dequantize` and the allowed relative difference in an
 adapter's effect.
 
-Measured differences are 0.03 to 0.16, and 0.47 for ModelOpt's NVFP4, because the quantized network
-also changes the effect.
+Measured differences are 0.03 to 0.16, and 0.47 for ModelOpt's NVFP4. They arise because quantizing
+the network also changes the adapter's effect.
 """
 EVERY_TIME = ("llmcompressor_fp8", "llmcompressor_int8", "community")
 
@@ -53,8 +53,8 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapter(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter file for every linear layer in the blocks of both experts, with diffusers'
-    names.
+    """Return a file with an adapter for every linear layer in both experts' blocks, with diffusers'
+    tensor names.
     """
     generator = torch.Generator().manual_seed(1)
     tensors = {}
@@ -84,10 +84,10 @@ def video(worker: Worker, session: str, lora: list[Lora] | None = None) -> torch
 def effect(
     make_runner: Callable[..., Any], path: Path, adapter: Path, omni: dict[str, Any]
 ) -> torch.Tensor:
-    """Return the change that an adapter makes to the latents of a video.
+    """Return the change that an adapter makes to a video's latents.
 
-    The function also checks that the latents before and after the adapter is used are bit-identical
-    to those of the checkpoint.
+    The function also checks that, before and after the adapter is used, the latents are
+    bit-identical to the unadapted checkpoint's latents.
     """
     base = video(Worker(make_runner(path, omni, dtype="bfloat16")), "a")
     worker = Worker(make_runner(path, omni, dtype="bfloat16", **LORA))
@@ -131,9 +131,10 @@ def test_adapters_on_stored_quantized_weights_have_the_effect_of_bf16_weights(
     exact: torch.Tensor,
     tmp_path: Path,
 ) -> None:
-    """The effect of an adapter keeps its direction on stored quantized weights.
+    """An adapter's effect on stored quantized weights is similar to its effect on bf16 weights.
+    `FORMATS` states the allowed differences.
 
-    The adapter product is computed in bf16 and added to the product of the stored format.
+    The adapter product is computed in bf16 and added to the product computed in the stored format.
     """
     dequantize, allowed = FORMATS[name]
     found = effect(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RankAgreement` with mocked process groups: the decision of a rank, given the values of the other
-ranks.
+"""Tests of `RankAgreement` with mocked process groups: what a rank decides, given the other ranks'
+values.
 """
 
 from types import SimpleNamespace
@@ -20,8 +20,8 @@ OWN = RequestFailed("capacity", "full")
 
 
 class Others:
-    """A mock of `all_reduce` that combines this rank's values with given values of other ranks and
-    records the process groups.
+    """A mock of `all_reduce` that combines this rank's values with given values from other ranks
+    and records the process groups.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *responses: list[float]) -> None:
@@ -45,7 +45,7 @@ def ranks(tensor: int = 1, world: int = 1) -> RankAgreement:
 def request(
     name: str, step: int | None = 0, failure: RequestFailed | None = None, index: int = 0
 ) -> RequestState:
-    """Return the state of a request. If `step` is None, the request has no chunk."""
+    """Return a request's state. If `step` is None, the request has no chunk."""
     state = RequestState(name, DiffusionParams(session_id="s"), {}, index=index, failure=failure)
     state.chunk = None if step is None else SimpleNamespace(step=step)  # type: ignore[assignment]
     return state
@@ -62,7 +62,7 @@ def failure_of(state: RequestState) -> tuple[str, str] | None:
 def test_a_single_rank_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A single rank sends nothing.
 
-    A waiting request is neither accepted nor failed, whatever its position in the batch.
+    A waiting request is neither accepted nor failed, wherever it is in the batch.
     """
     others = Others(monkeypatch)
     good, bad, late = request("a"), request("b", None, OWN), request("c", None)
@@ -80,8 +80,8 @@ def test_a_refusal_by_one_tensor_parallel_rank_applies_to_all(
 ) -> None:
     """If one tensor-parallel rank refuses a request, all ranks refuse it.
 
-    The rank that refused the request keeps its own reason. Before a first step, one reduction over
-    the CPU group covers the whole batch.
+    The rank that refused the request keeps its own reason. Before a request's first step, one
+    reduction over the CPU group is sufficient for the whole batch.
     """
     others = Others(monkeypatch, [1, 0, 1, 1])
     states = [request("a"), request("b"), request("c", None, OWN), request("d", 3)]
@@ -94,8 +94,8 @@ def test_a_refusal_by_one_tensor_parallel_rank_applies_to_all(
 def test_ranks_reduce_only_before_a_first_step(
     monkeypatch: pytest.MonkeyPatch, steps: list[int | None], requests: int
 ) -> None:
-    """Ranks run a reduction only before the first step of a request, because a refused request has
-    already ended by its second step.
+    """Ranks run a reduction only before a request's first step. A later step needs none, because a
+    refused request never reaches its second step.
     """
     others = Others(monkeypatch, *([[1, 1]] * requests))
     states = [request(name, step) for name, step in zip("ab", steps, strict=True)]
@@ -105,9 +105,9 @@ def test_ranks_reduce_only_before_a_first_step(
 
 
 def test_a_later_stage_accepts_the_requests_of_the_earlier_stage() -> None:
-    """A later stage runs the requests that the earlier stage accepted.
+    """A later pipeline stage runs the requests that the earlier stage accepted.
 
-    A request that fails on this stage later still runs its remaining steps. A request that an
+    A request that later fails on this stage still runs its remaining steps. A request that an
     earlier stage has refused fails on this stage too.
     """
     states = [request("a"), request("b", 2, OWN), request("c"), request("d", None)]
@@ -120,9 +120,10 @@ def test_a_later_stage_accepts_the_requests_of_the_earlier_stage() -> None:
 
 
 def test_refusing_a_request_of_an_earlier_stage_stops_the_engine() -> None:
-    """A stage that must refuse a request of an earlier stage stops the engine.
+    """If a stage must refuse a request that an earlier stage has accepted, it stops the engine.
 
-    The request's hidden states are part of the batch, so the rank cannot leave the request out.
+    The request's hidden states are part of the batch that the stage receives, so the stage cannot
+    omit the request.
     """
     text = "^an earlier pipeline stage accepted a request that this stage had to refuse$"
     with pytest.raises(RuntimeError, match=text):
@@ -133,10 +134,10 @@ def test_refusing_a_request_of_an_earlier_stage_stops_the_engine() -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("count", [0, 1, 3, 5])
 def test_a_mask_is_sent_unsplit(size: int, count: int) -> None:
-    """vLLM sends a mask to the next stage as a whole, because the mask's length is not divisible by
-    the number of ranks.
+    """vLLM sends the mask to the next stage in one piece, because the mask's length is not
+    divisible by the number of ranks.
 
-    For each request, the mask contains the chunk index, or a marker that the request is waiting or
+    For each request, the mask contains the chunk index, or a marker if the request is waiting or
     refused.
     """
     states = [request(name, index=index + 3) for index, name in enumerate("abcde"[:count])]
@@ -158,7 +159,7 @@ def test_a_failure_before_a_shared_decode_applies_to_all_ranks(
     """If one rank fails before a decode that tensor-parallel ranks share, the chunk fails on all
     ranks.
 
-    A rank that has its own failure reason keeps it.
+    A rank that has its own reason for the failure keeps that reason.
     """
     others = Others(monkeypatch, [1], [0], [1], [0])
     fine, theirs, mine, both = (
@@ -184,10 +185,10 @@ def test_a_failure_before_a_shared_decode_applies_to_all_ranks(
 def test_the_rank_with_least_room_sets_the_number_of_sessions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The rank with the least room determines the number of sessions.
+    """The rank with room for the fewest sessions determines the number of sessions.
 
-    Ranks compare numbers of sessions instead of bytes, because their shares of a session differ in
-    size. A rank that holds no share of a session does not limit the number.
+    Ranks compare numbers of sessions rather than bytes, because their shares of a session differ in
+    size. A rank that holds no share of a session does not limit the number of sessions.
     """
     others = Others(monkeypatch, [2.5], [19.0], [3.0], [float("inf")])
     assert ranks(world=2).budget(1000, 100) == 250
@@ -198,6 +199,6 @@ def test_the_rank_with_least_room_sets_the_number_of_sessions(
 
 
 def test_several_ranks_use_a_constant_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several ranks use a constant clock, so that no rank evicts a session by its local time."""
+    """Several ranks use a constant clock, so no rank evicts a session based on its local time."""
     monkeypatch.setattr("time.monotonic", lambda: 17.0)
     assert ranks(tensor=1, world=1).clock() == 17.0 and ranks(world=2).clock() == 0.0

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mixins for both runner generations, tested on mocked runners, and checks of the vLLM source
-that they rely on.
+"""Tests of the mixins for vLLM's two model runners (V1 and V2), with mocked runners, and checks of
+the vLLM source that the mixins rely on.
 
 A mocked base class replaces vLLM's runner and records the state that the hooks pass on to it. The
 tests at the end of the file compare the mocks with vLLM's own classes. There is a test for each of
-the five faults that were found in the review of the first version (vLLM-Omni PR 3).
+the five faults found in the review of the first version (vLLM-Omni PR 3).
 """
 
 import ast
@@ -65,9 +65,7 @@ class StateV2(NamedTuple):
 
 
 class AsyncOutput(AsyncModelRunnerOutput):
-    """A mock of vLLM's asynchronous output, in which the sampled tokens exist only after
-    `get_output`.
-    """
+    """A mock of vLLM's asynchronous output. Its sampled tokens exist only after `get_output`."""
 
     def __init__(self, output: ModelRunnerOutput, sampled: list[list[int]]) -> None:
         self.output, self.sampled = output, sampled
@@ -81,7 +79,7 @@ class AsyncOutput(AsyncModelRunnerOutput):
 
 
 class MockRunner:
-    """The common interface of both generations.
+    """A mock of the interface that vLLM's V1 and V2 model runners share.
 
     `execute_model` stores a state, which `sample_tokens` consumes.
     """
@@ -129,7 +127,7 @@ class MockV1(MockRunner):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         self.grammar_output = grammar_output
-        if self.stage_output is not None:  # as on every stage except the last one
+        if self.stage_output is not None:  # as on every stage except the last
             return self.stage_output
         return self.finish(list(self.input_batch.req_ids))
 
@@ -210,8 +208,8 @@ both_ways = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", 
 @both
 @both_ways
 def test_hidden_states_of_a_mixed_batch(generation: Any, asynchronous: bool) -> None:
-    """Each request receives the hidden states of its own tokens, whatever the order of the batch,
-    and none of the padding.
+    """Each request receives the hidden states of its own tokens and none of the padding's, whatever
+    the batch order.
     """
     runner = make(generation, asynchronous)
     run(runner, scheduler_output(new=[new_request("old", "all", prompt_len=3)]))
@@ -238,7 +236,7 @@ def test_hidden_states_of_a_mixed_batch(generation: Any, asynchronous: bool) -> 
 
 @both
 def test_a_batch_without_requests_for_hidden_states_is_unchanged(generation: Any) -> None:
-    """Without a request for hidden states, the runner returns vLLM's own output object and copies
+    """If no request asks for hidden states, the runner returns vLLM's own output object and copies
     no hidden states.
     """
     runner = make(generation)
@@ -250,8 +248,8 @@ def test_a_batch_without_requests_for_hidden_states_is_unchanged(generation: Any
 
 @both
 def test_a_step_without_requests_for_hidden_states_costs_four_calls(generation: Any) -> None:
-    """A step without requests for hidden states makes four additional calls, whatever the size of
-    the batch, and creates none of this package's objects.
+    """A step without requests for hidden states makes only four calls to this package's functions
+    and creates none of its objects, whatever the batch size.
     """
     calls: list[str] = []
 
@@ -283,8 +281,8 @@ def test_a_step_without_requests_for_hidden_states_costs_four_calls(generation: 
 @both
 @both_ways
 def test_rejected_drafts_have_no_hidden_states(generation: Any, asynchronous: bool) -> None:
-    """A rejected draft has no hidden states. Of four speculative tokens, only the two accepted ones
-    have hidden states.
+    """Rejected draft tokens have no hidden states. Of the four speculative tokens in this test,
+    only the two accepted ones have hidden states.
     """
     runner = make(generation, asynchronous)
     run(runner, scheduler_output(new=[new_request("r", "all")]))
@@ -296,7 +294,7 @@ def test_rejected_drafts_have_no_hidden_states(generation: Any, asynchronous: bo
 @feature("grammar masks (structured outputs)", "V2", how="mocked")
 @both
 def test_the_grammar_reaches_the_sampler(generation: Any) -> None:
-    """The grammar mask of structured outputs is forwarded unchanged."""
+    """The grammar mask for structured outputs is forwarded to the sampler unchanged."""
     runner = make(generation)
     grammar = object()
     run(runner, scheduler_output(new=[new_request("r", "all")]), grammar)
@@ -321,8 +319,8 @@ def test_a_later_stage_receives_intermediate_tensors(generation: Any) -> None:
 
 @both
 def test_a_finished_request_is_evicted(generation: Any) -> None:
-    """A finished request is evicted when the scheduler output of the following step reports it as
-    finished.
+    """A finished request's state is removed when the next step's scheduler output reports the
+    request as finished.
     """
     runner = make(generation)
     run(runner, scheduler_output(new=[new_request("r", "all"), new_request("other", None)]))
@@ -339,7 +337,9 @@ def test_a_finished_request_is_evicted(generation: Any) -> None:
 )
 @feature("pipeline parallelism (PP 2)", "V2", how="mocked")
 def test_fault_1_earlier_stages_return_the_output_of_vllm(generation: Any, state: Any) -> None:
-    """A stage without hidden states returns vLLM's output before any code reads hidden states."""
+    """A stage that has no hidden states returns vLLM's output before any code reads hidden
+    states.
+    """
     runner = make(generation)
     runner.execute_model(scheduler_output(new=[new_request("r", "all")]))
     runner.execute_model_state = state
@@ -392,7 +392,7 @@ def test_fault_1_under_torchrun_every_stage_returns_hidden_states(
 def test_fault_2_a_drafter_receives_every_layer_that_it_reads(generation: Any) -> None:
     """A drafter receives every layer that it reads.
 
-    EAGLE-3 reads auxiliary hidden states, so the sampler receives the original state, list and
+    EAGLE-3 reads auxiliary hidden states, so the sampler must receive the original state, list and
     tensor objects.
     """
     runner = make(generation)
@@ -407,8 +407,8 @@ def test_fault_2_a_drafter_receives_every_layer_that_it_reads(generation: Any) -
 @both
 @both_ways
 def test_fault_3_other_output_fields_do_not_change(generation: Any, asynchronous: bool) -> None:
-    """Every output field except the pooler output, for example the NaN counters, is the object that
-    vLLM created.
+    """All output fields except the pooler output (the NaN counters, for example) are still the
+    objects that vLLM created.
     """
     runner = make(generation, asynchronous)
     runner.execute_model(scheduler_output(new=[new_request("r", "all")]))
@@ -423,8 +423,8 @@ def test_fault_3_other_output_fields_do_not_change(generation: Any, asynchronous
 
 
 def test_fault_4_no_code_of_vllm_is_copied() -> None:
-    """The workers call vLLM's `init_device` instead of copying it, and no six lines of vLLM occur
-    in our code.
+    """The workers call vLLM's `init_device` instead of copying it, and no six consecutive lines of
+    vLLM code occur in this package's code.
     """
     assert "init_device" not in vars(ar_gpu_worker.ARGPUWorker)
     from vllm_omni.worker.ar import cpu_worker as ar_cpu_worker
@@ -457,7 +457,9 @@ def windows(source: str, length: int = 6) -> list[tuple[str, ...]]:
     "module", [*OUR_MODULES, vllm_omni.hidden_states], ids=lambda module: module.__name__
 )
 def test_fault_5_docstrings_name_existing_files_and_options(module: Any) -> None:
-    """Docstrings promise no fallback, and every test file and option that they name exists."""
+    """Docstrings do not promise a fallback, and every test file and option that they name
+    exists.
+    """
     tree = ast.parse(inspect.getsource(module))
     nodes = [
         n for n in ast.walk(tree) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)
@@ -471,7 +473,7 @@ def test_fault_5_docstrings_name_existing_files_and_options(module: Any) -> None
 
 
 def test_fault_5_every_mode_is_documented() -> None:
-    """The documentation of the field lists exactly the allowed values."""
+    """The field's documentation lists exactly the allowed values."""
     allowed = set(HiddenStatesRequest.__annotations__["hidden_states"].__args__)
     [definition] = ast.parse(inspect.getsource(HiddenStatesRequest)).body
     assert isinstance(definition, ast.ClassDef)
@@ -483,7 +485,7 @@ def test_fault_5_every_mode_is_documented() -> None:
     assert set(re.findall(r"`(\w+)`", text)) == allowed
 
 
-# The mocked runners have the same interface as vLLM's
+# The mocked runners have the same interface as vLLM's runners
 
 
 def test_the_v1_runner_has_the_attributes_that_the_mixin_uses() -> None:
@@ -546,7 +548,9 @@ def test_the_v2_runner_has_the_attributes_that_the_mixin_uses() -> None:
 )
 @feature("EPLB", "V2", how="mocked")
 def test_experts_are_balanced_once_per_step() -> None:
-    """The mixin calls the stock `sample_tokens`, which EPLB decorates, exactly once per step."""
+    """Each mixin calls the stock `sample_tokens`, which runs the EPLB step, exactly once per
+    step.
+    """
     source = inspect.getsource(v2_model_runner)
     assert re.search(r"@step_eplb_after\(\)\s+def sample_tokens", source)
     assert (

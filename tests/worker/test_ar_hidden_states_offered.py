@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers whose hidden states an engine offers.
+"""Tests of which layers' hidden states an engine offers.
 
 The engine configuration determines these layers when the model is loaded.
 """
@@ -18,8 +18,8 @@ TAPS = LayerTaps(4, (1, 2), installed=True)
 
 
 def config(scheduler: str | None = SCHEDULER, speculative: Any = None, **changed: Any) -> Any:
-    """Return the fields of a `VllmConfig` that the tested code reads. `changed` replaces some of
-    them.
+    """Return the `VllmConfig` fields that the tested code reads. `changed` replaces some of these
+    fields.
     """
     from vllm.config import SchedulerConfig
 
@@ -56,7 +56,7 @@ def test_the_final_layer_and_retained_layers_are_offered(tensor_rank: SimpleName
 def test_a_worker_requires_the_hidden_states_scheduler(
     scheduler: str | None,
 ) -> None:
-    """The worker refuses to start with another scheduler, because clients would then receive
+    """The worker refuses to start with any other scheduler, because clients would then receive
     neither hidden states nor an error.
     """
     with pytest.raises(ValueError, match=f"ARGPUWorker requires --scheduler-cls {SCHEDULER}$"):
@@ -65,8 +65,8 @@ def test_a_worker_requires_the_hidden_states_scheduler(
 
 
 def test_the_language_model_worker_refuses_a_diffusion_model() -> None:
-    """The language model worker refuses a diffusion model with one line that names the worker to
-    use.
+    """The language model worker refuses a diffusion model with a one-line error that names the
+    worker to use.
     """
     world = config()
     world.model_config.architecture = "LingBotWorldPipeline"
@@ -106,7 +106,7 @@ def test_tensor_parallel_ranks_copy_only_for_a_scheduler(
 def test_unsupported_configurations_state_the_reason(
     tensor_rank: SimpleNamespace, changed: dict[str, Any], named: str
 ) -> None:
-    """If hidden states would be missing or shifted in a configuration, requests for hidden states
+    """In configurations where hidden states would be missing or shifted, requests for hidden states
     are refused with the reason.
     """
     refusal = module._make_collector(config(**changed), TAPS).refusal

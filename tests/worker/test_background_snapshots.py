@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Periodic snapshots on one rank.
+"""Tests of periodic snapshots on a single rank.
 
-The session is copied between two steps and written in the background. The file is byte-identical to
-an ordinary snapshot.
+The session is copied between two steps and written to a file in the background. The file is
+byte-identical to that of an ordinary snapshot.
 """
 
 import threading
@@ -38,7 +38,7 @@ def test_a_periodic_snapshot_equals_a_snapshot(
     request: pytest.FixtureRequest,
     tmp_path: Path,
 ) -> None:
-    """A periodic snapshot is bit-identical to an ordinary one, for every tensor layout, and only
+    """For every tensor layout, a periodic snapshot is bit-identical to an ordinary snapshot. Only
     the file's owner may read it.
     """
     worker = Worker(make_runner(request.getfixturevalue(family), {"model": options}))
@@ -55,8 +55,8 @@ def test_a_periodic_snapshot_equals_a_snapshot(
 def test_chunks_generated_during_the_write_are_not_in_the_file(
     null_world: Path, make_runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file contains the session as it was at the time of the copy, although the engine
-    continues while the thread writes.
+    """The file contains the session as it was when it was copied, although the engine generates
+    more chunks while the thread is writing.
     """
     may_write, write_bytes = threading.Event(), module.write_bytes
 
@@ -70,7 +70,7 @@ def test_chunks_generated_during_the_write_are_not_in_the_file(
     before = worker.bits("a")
     exchange = live_save_exchange("a", tmp_path / "a", "0.test")
     call: WorkerCall | None = next(exchange)
-    for _ in range(3):  # the write is staged, then started, and not yet finished
+    for _ in range(3):  # the write is staged, then started, but not yet finished
         assert call is not None
         call = exchange.send(worker.rpc(call.method, call.args))
     assert call is not None and call.method == "snapshot_written"
@@ -92,7 +92,7 @@ def test_chunks_generated_during_the_write_are_not_in_the_file(
 def test_a_failed_write_raises_and_leaves_no_file(
     null_world: Path, make_runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An unknown session and a full disk raise typed errors and leave no file.
+    """An unknown session or a full disk raises a typed error and leaves no file.
 
     The next periodic snapshot succeeds.
     """
@@ -114,9 +114,9 @@ def test_a_failed_write_raises_and_leaves_no_file(
 
 
 def test_the_staging_buffer_is_reused(null_world: Path, make_runner: Any, tmp_path: Path) -> None:
-    """The staging buffer is reused and is as large as the largest session so far.
+    """The staging buffer is reused and is as large as the largest session copied so far.
 
-    Allocating new memory pages would take longer than the copy.
+    Allocating new memory pages each time would take longer than the copy itself.
     """
     worker = Worker(make_runner(null_world))
     held = []
@@ -145,8 +145,8 @@ def test_unaligned_tensors_are_copied(null_world: Path, make_runner: Any, tmp_pa
 def test_a_write_costs_processor_time_only_on_a_cpu(
     null_world: Path, make_runner: Any, tmp_path: Path
 ) -> None:
-    """The reported cost of a write on a CPU is the writer thread's processor time, which excludes
-    waiting for the disk. On a GPU, the reported cost is zero.
+    """On a CPU, the reported cost of a write is the writer thread's CPU time, which does not
+    include waiting for the disk. On a GPU, the reported cost is zero.
     """
     background, path = Worker(make_runner(null_world)).background, tmp_path / "a"
     background._copy({"bytes": torch.ones(1 << 20, dtype=torch.uint8)})

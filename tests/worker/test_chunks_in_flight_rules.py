@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ChunksInFlight` without a runner: when a chunk starts, waits, or fails with its predecessor."""
+"""Tests of `ChunksInFlight` without a runner: when a chunk starts or waits, and when it fails
+because its predecessor failed.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +22,8 @@ PREDECESSOR = (
 
 
 class Sessions:
-    """Requests of sessions that each have `committed` committed chunks. `start` assigns a chunk to
-    a request.
+    """The requests of sessions that each have `committed` committed chunks. `start` assigns chunks
+    to requests.
     """
 
     def __init__(self, limit: int, committed: int = 5) -> None:
@@ -30,8 +32,8 @@ class Sessions:
         self._committed = committed
 
     def send(self, name: str, index: int | None = None) -> RequestState:
-        """Return a request without a chunk. The first letter of the request's name is the name of
-        its session.
+        """Return a request that has no chunk yet. The first letter of the request's name is the
+        name of its session.
         """
         return RequestState(name, DiffusionParams(session_id=name[0], chunk_index=index), {})
 
@@ -79,8 +81,8 @@ def test_a_chunk_runs_lag_steps_after_its_predecessor(
 
 
 def test_a_chunk_starts_after_the_last_chunk_of_its_session() -> None:
-    """Up to the limit on chunks in flight, a chunk starts after the latest chunk of its session.
-    Chunks of other sessions do not count towards the limit.
+    """A chunk starts after its session's latest chunk, up to the limit on chunks in flight. Chunks
+    of other sessions do not count towards the limit.
     """
     runs = Sessions(3)
     one = runs.start("s1", 2)
@@ -95,7 +97,7 @@ def test_a_chunk_starts_after_the_last_chunk_of_its_session() -> None:
 
 
 def test_one_chunk_of_a_session_starts_per_step() -> None:
-    """In each step, a session starts only its chunk with the lowest index, whatever the chunk's
+    """In each step, only the chunk with the lowest index starts in each session, whatever its
     position in the batch.
 
     Requests without an index follow in order of arrival.
@@ -116,8 +118,8 @@ def test_one_chunk_of_a_session_starts_per_step() -> None:
 
 
 def test_the_first_chunk_of_a_session_runs_alone() -> None:
-    """The first chunk of a session runs by itself, because the session does not exist for later
-    chunks until this chunk is committed.
+    """A session's first chunk runs by itself, because the session does not exist for later chunks
+    until the first chunk is committed.
     """
     runs = Sessions(3, committed=0)
     one = runs.start("s0", 3)
@@ -128,8 +130,8 @@ def test_the_first_chunk_of_a_session_runs_alone() -> None:
 
 @pytest.mark.parametrize("because", [None, RequestFailed("lost", "the session is gone")])
 def test_a_failed_chunk_fails_its_successors(because: RequestFailed | None) -> None:
-    """When a chunk fails, its successors fail and earlier chunks continue. A successor that has
-    failed already keeps its reason.
+    """When a chunk fails, its successors fail too, but earlier chunks continue. A successor that
+    has already failed keeps its own error.
     """
     runs = Sessions(4)
     one, two, three, four = (runs.start(f"s{index}", index=index) for index in range(1, 5))

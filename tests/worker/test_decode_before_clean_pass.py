@@ -29,7 +29,7 @@ def chunk(request_id: str, index: int, **options: Any) -> Any:
 
 
 def count(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record the names of the model's calls, in order, from now on."""
+    """Return a list of the names of the model methods called from now on, in call order."""
     calls: list[str] = []
 
     def noted(name: str) -> Callable[..., Any]:
@@ -69,8 +69,8 @@ def test_the_decode_is_launched_in_the_last_denoise_step(
 ) -> None:
     """The decode is launched in the same engine step as the last denoise step.
 
-    The reason is that launching a decode and a clean-context pass from the host takes longer than
-    running the decode on the device.
+    This matters because the host takes longer to launch a decode and a clean-context pass than the
+    device takes to run the decode.
     """
     runner = make_runner(null_world)
     calls = count(runner, monkeypatch)
@@ -84,8 +84,8 @@ def test_the_decode_is_launched_in_the_last_denoise_step(
 def test_the_order_changes_no_bit(
     family: str, make_runner: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The frames and session states of three chunks are bit-identical to those of a decode that
-    runs after the clean-context pass.
+    """The frames and session states of three chunks are bit-identical whether the decode runs
+    before or after the clean-context pass.
     """
     model = request.getfixturevalue(family)
     found = []
@@ -116,10 +116,10 @@ def test_the_order_changes_no_bit(
 def test_a_failed_clean_pass_fails_the_chunk(
     make_runner: Any, null_world: Path, overlap: bool
 ) -> None:
-    """If the clean-context pass fails, the frames are not delivered and the session does not
-    change.
+    """If the clean-context pass fails, the frames are not delivered and the session keeps its
+    previous state.
 
-    The same chunk can be requested again.
+    The client can request the same chunk again.
     """
     runner = make_runner(null_world, {"overlap_decode": overlap})
     run_to_end(runner, chunk("first", 0))
@@ -139,8 +139,8 @@ def test_a_failed_clean_pass_fails_the_chunk(
 def test_a_failed_decode_fails_the_chunk_after_its_clean_pass(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
-    """If the decode fails, nothing is committed. The clean-context pass still runs, because other
-    ranks take part in it.
+    """If the decode fails, the chunk is not committed. The clean-context pass still runs, because
+    other ranks take part in it.
     """
     runner = make_runner(null_world, {"overlap_decode": overlap})
     run_to_end(runner, chunk("first", 0))
@@ -156,7 +156,7 @@ def test_a_failed_decode_fails_the_chunk_after_its_clean_pass(
 def test_decoded_latents_that_are_not_finite_are_refused(
     make_runner: Any, null_world: Path, overlap: bool
 ) -> None:
-    """A chunk with latents that are not finite fails, although it has been decoded."""
+    """A chunk whose latents are not finite fails even though it has already been decoded."""
     runner = make_runner(null_world, {"overlap_decode": overlap})
     run_to_end(runner, chunk("first", 0))
     before = state_of(runner)
@@ -221,7 +221,7 @@ def test_a_result_does_not_wait_for_later_work() -> None:
 def test_a_shared_decode_requires_all_ranks(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch, clean_pass: bool
 ) -> None:
-    """If another rank has refused a chunk, a shared decode does not start and the chunk fails."""
+    """If another rank has refused a chunk, the shared decode does not start and the chunk fails."""
     runner = make_runner(null_world)
     runner.chunk_end.shares_decode = True
     calls = count(runner, monkeypatch)
@@ -236,8 +236,8 @@ def test_a_shared_decode_requires_all_ranks(
 
 
 def test_an_error_in_a_shared_decode_stops_the_engine(make_runner: Any, null_world: Path) -> None:
-    """The runner raises an error that occurs in a shared decode, because other ranks are waiting in
-    the collectives of that decode.
+    """The runner re-raises an error that occurs in a shared decode, because other ranks are waiting
+    in that decode's collectives.
     """
     runner = make_runner(null_world)
     runner.chunk_end.shares_decode = True

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of chunks that share a decode, and failures of shared decodes, with a mocked model."""
+"""How chunks are grouped for shared decodes, and how failed shared decodes are handled. The tests
+use a mock model.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +17,12 @@ from vllm_omni.worker.diffusion.decode import ChunkEnd, ResultStream
 
 
 class Model:
-    """A mock of a model that decodes chunks with the same prompt together.
+    """A mock model that decodes chunks with the same prompt together.
 
     Args:
-        most: Maximum number of chunks that may share a decode with a given request's chunk, by
-            request.
-        fails: Prompt for which a shared decode raises.
+        most: For each request id, the maximum number of chunks in a decode that contains this
+            request's chunk.
+        fails: Prompt for which a shared decode raises an error.
     """
 
     def __init__(self, most: dict[str, int], fails: str = "") -> None:
@@ -46,8 +48,8 @@ class Model:
 
 
 def states(letters: str) -> list[RequestState]:
-    """Return request states for chunks 0, 1, 2, ..., which started one second apart. Each letter is
-    a chunk's prompt.
+    """Return request states for chunks 0, 1, 2, ..., started one second apart. Each letter in
+    `letters` is the prompt of one chunk.
     """
     found = []
     for number, letter in enumerate(letters):
@@ -79,9 +81,9 @@ def chunk_end(model: Any, *, decodes: bool = True) -> ChunkEnd:
     ],
 )
 def test_compatible_chunks_share_a_decode(letters: str, most: list[int], groups: list[str]) -> None:
-    """A group contains at most as many chunks as each of its chunks allows.
+    """No group is larger than any of its chunks allows.
 
-    A chunk that remains without a group is later decoded by itself.
+    A chunk that fits into no group is decoded by itself later.
     """
     model = Model({str(number): each for number, each in enumerate(most)})
     chunks = states(letters)
@@ -100,7 +102,7 @@ def test_compatible_chunks_share_a_decode(letters: str, most: list[int], groups:
 
 
 def test_every_result_reports_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The total time of a chunk is measured from its own start, even if its decode is shared."""
+    """A chunk's total time is measured from its own start, even if its decode is shared."""
     chunks = states("aaa")
     chunk_end(Model(dict.fromkeys("012", 4))).decode_together(chunks)
     monkeypatch.setattr(
@@ -130,10 +132,10 @@ def test_failed_and_decoded_chunks_are_not_decoded_again() -> None:
 def test_a_failed_shared_decode_does_not_affect_other_groups(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """If a shared decode fails, its chunks are later decoded one at a time, and other groups are
+    """If a shared decode fails, its chunks are later decoded one at a time. Other groups are
     unaffected.
 
-    The reason of the failure is logged.
+    The cause of the failure is logged.
     """
     model, chunks = Model(dict.fromkeys("01234", 4), fails="a"), states("aaabb")
     chunk_end(model).decode_together(chunks)
@@ -151,8 +153,8 @@ MIB = 1 << 20
 def test_results_beyond_one_message_wait_for_later_steps() -> None:
     """Results that exceed the limit of 20 MiB per message are sent in later steps.
 
-    A single result above the limit is still sent, and small results fill the remaining space in a
-    message.
+    A result that exceeds the limit by itself is still sent, and small results fill the remaining
+    space in a message.
     """
     sizes = {"0": 12 * MIB, "1": 12 * MIB, "2": 8 * MIB, "3": 1}
     outputs = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks of several sessions that end in the same forward pass share a decode.
+"""Chunks of several sessions share a decode if they finish in the same forward pass.
 
 In a batch-invariant engine, each chunk is decoded by itself.
 """
@@ -18,14 +18,14 @@ from vllm_omni.worker.diffusion import warm_up
 
 NAMES = ("a", "b", "c")
 TOLERANCE = 1e-4
-"""Absolute tolerance for fp32 features and latents, because the order of sums depends on the batch
-size.
+"""Absolute tolerance for fp32 features and latents. The values are not bit-identical because the
+summation order depends on the batch size.
 """
 
 
 def chunk(family: str, name: str, index: int) -> Any:
-    """Return the request for chunk `index` of session `name`. The request for a first chunk has the
-    inputs that its model family requires.
+    """Return the request for chunk `index` of session `name`. The request for the first chunk
+    includes the inputs that the model family requires.
     """
     first: dict[str, Any] = {"prompt": f"field {name}", "seed": ord(name)} if index == 0 else {}
     if index == 0 and family == "causal_wan":
@@ -38,7 +38,7 @@ def chunk(family: str, name: str, index: int) -> Any:
 
 
 def shared_decodes(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the number of chunks in each shared decode from now on."""
+    """Return a list to which each later shared decode appends its number of chunks."""
     found: list[int] = []
     shared = runner.model.post_decode_together
 
@@ -53,8 +53,8 @@ def shared_decodes(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def play(
     runner: Any, family: str, together: bool, chunks: int = 3
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Generate `chunks` chunks of every session; return the results by request, and the tensors of
-    each session.
+    """Generate `chunks` chunks of every session. Return each request's result and each session's
+    tensors.
     """
     results: dict[str, Any] = {}
     for index in range(chunks):
@@ -71,7 +71,7 @@ def shared_runner(make_runner: Any, lingbot_world: Path) -> Any:
 
 @pytest.fixture
 def runner(shared_runner: Any) -> Iterator[Any]:
-    """The shared runner, without any open session."""
+    """The shared runner, with no open sessions."""
     yield shared_runner
     shared_runner.sessions.close_all()
     assert not shared_runner.requests
@@ -81,7 +81,8 @@ def runner(shared_runner: Any) -> Iterator[Any]:
 def test_later_chunks_of_several_sessions_share_a_decode(
     family: str, make_runner: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frames, metadata and session state equal those of chunks that are decoded one at a time.
+    """Frames, metadata and session states match those obtained when chunks are decoded one at a
+    time.
 
     A first chunk never shares a decode.
     """
@@ -130,8 +131,8 @@ def test_bit_exact_sessions_share_no_decode(
 def test_chunks_of_a_failed_shared_decode_are_decoded_alone(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a shared decode fails, each of its chunks is decoded by itself. If this decode also
-    fails, the chunk's session does not change.
+    """After a shared decode fails, each of its chunks is decoded by itself. If that decode also
+    fails, the chunk's session keeps its previous state.
     """
     play(runner, "lingbot_world", together=True, chunks=1)
     alone = runner.model.post_decode
@@ -155,8 +156,8 @@ def test_chunks_of_a_failed_shared_decode_are_decoded_alone(
 def test_latents_that_are_not_finite_fail_only_their_session(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Latents that are not finite fail only their own chunk, and the other chunks of the same
-    decode succeed.
+    """If latents are not finite, only their own chunk fails. The other chunks in the same decode
+    succeed.
     """
     play(runner, "lingbot_world", together=True, chunks=1)
     advance = runner.model.step_scheduler
@@ -179,7 +180,7 @@ def test_latents_that_are_not_finite_fail_only_their_session(
 def test_a_warm_up_measures_the_largest_shared_decode(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The warm-up decodes `max_sessions` chunks together, so that the memory of such a decode is
+    """The warm-up decodes `max_sessions` chunks together, so the memory that such a decode needs is
     not counted as available for sessions.
     """
     found = shared_decodes(runner, monkeypatch)
@@ -190,7 +191,7 @@ def test_a_warm_up_measures_the_largest_shared_decode(
 def test_a_warm_up_of_bit_exact_sessions_decodes_each_alone(
     make_runner: Any, lingbot_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch-invariant engine decodes each chunk of the warm-up by itself."""
+    """The warm-up of a batch-invariant engine decodes each chunk by itself."""
     runner = make_runner(lingbot_world, {"max_sessions": 4})
     found = shared_decodes(runner, monkeypatch)
     warm_up._run_session(runner)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Degraded chunks (`omni.degradations`) of every model family in the runner."""
+"""Degraded chunks (`omni.degradations`) in the runner, for three model families."""
 
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,11 @@ def chunk(
 def test_a_degraded_chunk_has_the_values_of_the_preset_realtime(
     make_runner: Any, checkpoints: dict[str, Path], family: str
 ) -> None:
-    """A stream in which every chunk is degraded is bit-identical to a stream with the preset
-    `realtime`.
+    """If every chunk of a stream is degraded, the stream is bit-identical to one that uses the
+    `realtime` preset.
 
-    The next chunk without degradations runs all steps again. Results list the degradations. A
-    degraded chunk still runs its clean-context pass.
+    The next chunk without degradations runs the full number of denoise steps again. Each result
+    lists the chunk's degradations. A degraded chunk still runs its clean-context pass.
     """
     model = {"preset": "realtime", "fp8": False, "context_kv": "clean_pass", **WINDOW}
     fast = make_runner(checkpoints[family], {"model": model})

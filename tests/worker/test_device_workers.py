@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that the CPU and GPU diffusion workers add to vLLM's workers.
+"""What the CPU and GPU diffusion workers add to vLLM's workers.
 
-The tests cover threads, environment variables, and sessions in sleep mode. They need no GPU.
+The tests cover threads, environment variables and sessions in sleep mode. They need no GPU.
 """
 
 import os
@@ -28,7 +28,7 @@ CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 @pytest.fixture(autouse=True)
 def unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unset the environment variables that these tests check, and do not watch the parent
+    """Unset the environment variables that these tests check, and disable the watch on the parent
     process.
     """
     for name in ("OMP_NUM_THREADS", *QUEUES, *SEGMENTS, *CONNECTIONS):
@@ -61,7 +61,7 @@ def test_cores_are_counted_once_and_within_the_quota(
 ) -> None:
     """Each core is counted only once, and the count does not exceed the CPU quota.
 
-    `positions` contains the memory node and the core of each hardware thread.
+    `positions` holds the NUMA node and the core of each hardware thread.
     """
     from vllm_omni.worker.diffusion import cpu_worker
 
@@ -77,7 +77,7 @@ def test_a_cpu_worker_uses_all_cores_unless_omp_num_threads_is_set(
     monkeypatch: pytest.MonkeyPatch, requested: dict[str, str], set_to: list[int]
 ) -> None:
     """A CPU worker uses all cores unless OMP_NUM_THREADS is set. The number of threads is set
-    before vLLM's worker makes it unchangeable.
+    before vLLM's worker makes it immutable.
     """
     from vllm_omni.worker.diffusion import cpu_worker
 
@@ -137,7 +137,7 @@ def test_cuda_environment_variables_are_set_before_cuda_starts(
 ) -> None:
     """CUDA environment variables are set before CUDA starts.
 
-    Expandable segments are not set in sleep mode, which uses another allocator. Pipeline stages
+    Expandable segments are not enabled in sleep mode, which uses another allocator. Pipeline stages
     require more hardware queues.
     """
     gpu_worker(monkeypatch, stages=stages, sleep_mode=sleep_mode)
@@ -145,7 +145,7 @@ def test_cuda_environment_variables_are_set_before_cuda_starts(
 
 
 def test_cuda_environment_variables_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables that the user has set are not changed."""
+    """CUDA environment variables that the user has set are left unchanged."""
     own = dict.fromkeys(QUEUES | SEGMENTS | CONNECTIONS, "own")
     for name, value in own.items():
         monkeypatch.setenv(name, value)
@@ -155,7 +155,9 @@ def test_cuda_environment_variables_of_the_user_are_kept(monkeypatch: pytest.Mon
 
 @pytest.fixture
 def sleeper(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A GPU worker. `calls` records the calls to the stock worker, the sessions and the device."""
+    """A GPU worker. `calls` records the calls to the stock worker, to the sessions and to the
+    device.
+    """
     worker = gpu_worker(monkeypatch)
     worker.calls = []
     sessions = SimpleNamespace(
@@ -175,10 +177,10 @@ def sleeper(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_sessions_move_to_the_host_in_sleep_mode(sleeper: Any) -> None:
-    """In sleep mode, sessions move to the host after all work has ended and before device memory is
-    freed.
+    """In sleep mode, sessions move to the host once all work has finished and before device memory
+    is freed.
 
-    The sessions return to the device once the weights are back.
+    The sessions return to the device once the weights are back on it.
     """
     sleeper.sleep()
     assert sleeper.calls == [("wait", sleeper.device), ("to", "cpu"), ("sleep", 1)]

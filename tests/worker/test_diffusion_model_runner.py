@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The diffusion runner on the null world, with hand-built scheduler outputs."""
+"""The diffusion runner on the null world, with scheduler outputs built by hand."""
 
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def test_a_request_takes_one_engine_step_per_denoise_step(runner: Any) -> None:
 
 
 def test_a_window_is_refused_if_the_model_fixes_it(runner: Any) -> None:
-    """If the model has a fixed window, a request for another window is refused and opens no
+    """If the model has a fixed window, a request for another window is refused without opening a
     session.
     """
     [result] = execute(runner, step(new=[chunk("r", "s", 0, window_frames=3)])).values()
@@ -68,8 +68,8 @@ def test_a_window_is_refused_if_the_model_fixes_it(runner: Any) -> None:
 def test_requests_at_different_steps_share_a_step_and_equal_solo_runs(
     runner: Any, make_runner: Any, null_world: Path
 ) -> None:
-    """A request that arrives two steps later joins the running batch, and both results equal those
-    of requests that run by themselves.
+    """A request that arrives two steps later joins the running batch. Both results equal those
+    obtained when each request runs by itself.
     """
     execute(runner, step(new=[chunk("a", "a", 0, seed=1)]))
     execute(runner, step(running=["a"]))
@@ -85,8 +85,8 @@ def test_requests_at_different_steps_share_a_step_and_equal_solo_runs(
 
 
 def test_an_aborted_chunk_leaves_its_session_byte_identical(runner: Any) -> None:
-    """After an abort in any step, the session is byte-identical to its earlier state, and the same
-    chunk can be requested again.
+    """After an abort in any step, the session is byte-identical to its state before the chunk, and
+    the client can request the same chunk again.
     """
     run_to_end(runner, chunk("r0", "s", 0))
     before = state_of(runner, "s")
@@ -115,8 +115,8 @@ def test_a_snapshot_first_applies_results_of_finished_chunks(
 ) -> None:
     """Before a snapshot, the runner receives only the results of the session's finished chunks.
 
-    The runner does not receive results of other sessions, of running chunks, or of requests without
-    a chunk.
+    The runner does not receive results for other sessions, running chunks or requests without a
+    chunk.
     """
     runner = make_runner(null_world, {"overlap_decode": True})
     execute(
@@ -146,10 +146,10 @@ def test_a_snapshot_first_applies_results_of_finished_chunks(
 def test_a_failed_request_affects_no_other(
     runner: Any, make_runner: Any, null_world: Path, options: dict[str, Any], code: str
 ) -> None:
-    """A request that fails affects no other request: the other request's result equals that of a
-    run by itself.
+    """A failed request affects no other request: another request in the same batch gives the same
+    result as when it runs by itself.
 
-    The session of the failed request is unchanged. The error does not contain the text of an
+    The failed request's session is unchanged. The error does not reveal the message of an
     unexpected exception.
     """
     run_to_end(runner, chunk("bad0", "bad", 0), chunk("good0", "good", 0))
@@ -180,7 +180,7 @@ def test_a_chunk_out_of_order_is_refused(runner: Any) -> None:
 
 def test_a_malformed_request_is_refused(runner: Any) -> None:
     """A request with missing keys, wrong types or unknown fields fails with `invalid_request`, and
-    the engine continues.
+    the engine continues running.
     """
     for extra in (
         None,
@@ -197,8 +197,8 @@ def test_a_malformed_request_is_refused(runner: Any) -> None:
 
 
 def test_session_operations(runner: Any) -> None:
-    """`fork` copies a session, which can then diverge; `reset` restarts it under the same id;
-    `close` frees it. Unknown sessions fail with `unknown_session`.
+    """`fork` copies a session, and the copy can then diverge. `reset` restarts a session under the
+    same id, and `close` frees it. Operations on unknown sessions fail with `unknown_session`.
     """
     run_to_end(runner, chunk("r0", "s", 0))
     forked = run_to_end(runner, new_request("f", session_id="s", op="fork", fork_to="t"))["f"]
@@ -220,7 +220,7 @@ def test_session_operations(runner: Any) -> None:
 
 def test_a_full_server_refuses_new_sessions(make_runner: Any, null_world: Path) -> None:
     """A request that would exceed the session limit fails with `capacity`, and no active session is
-    evicted for it.
+    evicted to make room.
     """
     runner = make_runner(null_world, {"max_sessions": 2})
     run_to_end(runner, chunk("a", "a", 0), chunk("b", "b", 0))
@@ -231,8 +231,8 @@ def test_a_full_server_refuses_new_sessions(make_runner: Any, null_world: Path) 
 
 
 def test_sessions_are_bounded_in_bytes(make_runner: Any, null_world: Path) -> None:
-    """`omni.max_session_bytes` limits the bytes of sessions. A limit below the size of one session
-    is refused at startup.
+    """`omni.max_session_bytes` limits the memory that sessions use. A limit below the size of one
+    session is refused at startup.
     """
     one = 4 * 4 * 6 * 4
     runner = make_runner(null_world, {"max_session_bytes": one})
@@ -245,8 +245,8 @@ def test_sessions_are_bounded_in_bytes(make_runner: Any, null_world: Path) -> No
 def test_the_stock_scheduler_gets_whole_chunks(
     make_runner: Any, null_world: Path, runner: Any
 ) -> None:
-    """Without `StreamBatchScheduler`, one engine step generates a whole chunk, and the results are
-    the same.
+    """Without `StreamBatchScheduler`, one engine step generates a whole chunk. The results equal
+    those of step-by-step generation.
     """
     stock = make_runner(null_world, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
     result = execute(stock, step(new=[chunk("r", "s", 0), chunk("q", "s", 1)]))
@@ -273,8 +273,8 @@ def test_a_stage_passes_tensors_from_the_previous_one_to_the_next(
 
 
 def test_input_tensors_reach_the_model_by_name(runner: Any) -> None:
-    """Input tensors reach the model by name: the model refuses a NaN pose with its own error
-    code.
+    """Input tensors are passed to the model by name. The test checks that the model refuses a NaN
+    pose with its own error code.
     """
     poses = torch.full((9, 4, 4), float("nan"))
     data = new_request("r", {"poses": poses}, session_id="s", prompt="x", chunk_index=0)
@@ -291,7 +291,7 @@ def test_batch_invariance_decides_how_forwards_are_shared(
 ) -> None:
     """With `batch_invariant` (the default), every request has its own forward pass.
 
-    Without it, requests of equal shape share a forward pass.
+    Without `batch_invariant`, requests of the same shape share a forward pass.
     """
     runner = make_runner(null_world, {"batch_invariant": batch_invariant})
     seen: list[int] = []
@@ -313,9 +313,11 @@ def test_an_exception_in_a_shared_forward_fails_only_its_request(
     fail_at: int,
     names: list[str],
 ) -> None:
-    """With `batch_invariant` false, an exception in a shared forward pass fails only one request.
+    """With `batch_invariant` set to false, an exception that one request causes in a shared forward
+    pass fails only that request.
 
-    The other requests in that forward pass finish with the same results as in runs by themselves.
+    The other requests in that forward pass finish with the same results as if they had run by
+    themselves.
     """
     runner = make_runner(null_world, {"batch_invariant": False})
     sizes: list[int] = []
@@ -349,9 +351,7 @@ def test_an_exception_in_a_shared_forward_fails_only_its_request(
 def test_an_error_of_the_model_reaches_the_client(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A `RequestFailed` that the model raises is returned to the client with its code and
-    message.
-    """
+    """If the model raises `RequestFailed`, the client receives the exception's code and message."""
 
     def denoise_step(batch: Any, hidden: Any = None) -> Any:
         raise RequestFailed("unsupported", "not with this camera")
@@ -364,7 +364,7 @@ def test_an_error_of_the_model_reaches_the_client(
 
 def test_a_retried_first_chunk_keeps_its_session(runner: Any) -> None:
     """A client may retry a first chunk before the scheduler has released the failed request.
-    Releasing that request does not close the session of the retry.
+    Releasing that request does not close the retry's session.
     """
     failed = execute(runner, step(new=[chunk("r", "s", 0, options={"fail_in": "prepare"})]))["r"]
     assert isinstance(failed, RequestFailed) and "s" not in runner.sessions
@@ -379,8 +379,8 @@ def test_a_retried_first_chunk_keeps_its_session(runner: Any) -> None:
 def test_a_result_that_cannot_be_packed_fails_its_chunk(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A result that cannot be packed fails its chunk before the commit, so the same chunk can be
-    requested again.
+    """If a result cannot be packed, its chunk fails before the commit, so the client can request
+    the same chunk again.
     """
     run_to_end(runner, chunk("first", "s", 0))
     before = state_of(runner, "s")
@@ -394,7 +394,7 @@ def test_a_result_that_cannot_be_packed_fails_its_chunk(
 
 @pytest.mark.parametrize("ending", ["success", "failure", "abort"])
 def test_a_one_shot_session_ends_with_its_request(runner: Any, ending: str) -> None:
-    """A one-shot session is closed after success, failure and abort."""
+    """A one-shot session is closed after a success, a failure or an abort."""
     options = {"fail_in": "decode"} if ending == "failure" else {}
     execute(runner, step(new=[chunk("r", "s", 0, one_shot=True, options=options)]))
     assert runner.request_progress() == {"s": [1, STEPS]}
@@ -407,8 +407,8 @@ def test_a_one_shot_session_ends_with_its_request(runner: Any, ending: str) -> N
 
 
 def test_a_one_shot_request_refuses_a_live_session(runner: Any) -> None:
-    """A one-shot request for an existing session is refused, because the session would be closed at
-    the end of the request.
+    """A one-shot request for an existing session is refused, because the session would be closed
+    when the request ends.
     """
     run_to_end(runner, chunk("a", "s", 0))
     before = state_of(runner, "s")
@@ -421,8 +421,8 @@ def test_a_one_shot_request_refuses_a_live_session(runner: Any) -> None:
 def test_a_chunk_that_failed_on_another_rank_has_no_result(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chunk that failed on another rank has no result: the packed result of this rank is neither
-    committed nor delivered.
+    """A chunk that failed on another rank has no result: this rank neither commits nor delivers the
+    result that it has packed.
     """
     run_to_end(runner, chunk("first", "s", 0))
     before = state_of(runner, "s")

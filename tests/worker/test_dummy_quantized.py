@@ -31,8 +31,8 @@ LAYOUTS = {
 def test_weights_are_generated_and_quantized(
     family: str, make_runner: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Weights are generated and quantized: the runner's warm-up generates a chunk and checks that
-    its latents are finite.
+    """Weights are generated and quantized. To check them, the runner's warm-up generates a chunk
+    and requires finite latents.
     """
     get_family(family).make_tiny(tmp_path, 0, LAYOUTS[family])
     for file in tmp_path.rglob("*transformer*/*.safetensors"):
@@ -64,7 +64,7 @@ def test_weights_are_generated_and_quantized(
 def test_weights_of_a_stored_format_are_generated(
     name: str, dequantize: bool, make_runner: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Weights of every stored quantized format can be generated."""
+    """Dummy weights can be generated for every stored quantized format."""
     get_family("wan2_2").make_tiny(tmp_path / "plain", 0, "t2v")
     path = with_transformer(tmp_path / "plain", QUANTIZED / name, tmp_path)
     runner = make_runner(path, {"dequantize": dequantize}, dtype="bfloat16", load_format="dummy")

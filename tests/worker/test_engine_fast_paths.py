@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fast paths that a loaded model reports: those of its components, and those that its options
+"""The fast paths that a loaded model reports: those of its components and those that its options
 select.
 """
 
@@ -23,7 +23,7 @@ def paths_of(runner: Any) -> dict[str, FastPath]:
 
 
 def test_parts_of_a_model_report_their_choices(make_runner: MakeRunner, causal_wan: Path) -> None:
-    """A model's options, its autoencoder and its ranks each report a fast path."""
+    """A model's options, its autoencoder and its ranks each report their fast paths."""
     found = paths_of(make_runner(causal_wan, {"model": {"compile": False}}))
     assert found["compile"].reason == "omni.model.compile is false"
     for name in ("cuda_graphs", "cuda_graphs_of_text_encoder", "fused_vae", "pointwise_kernels"):
@@ -38,7 +38,9 @@ def test_parts_of_a_model_report_their_choices(make_runner: MakeRunner, causal_w
 def test_attention_over_fp8_needs_fp8_keys_and_values(
     make_runner: MakeRunner, causal_wan: Path, options: dict[str, str], reason: str
 ) -> None:
-    """A fast path that no option selects is reported as off, with this reason, on every machine."""
+    """FP8 attention is reported as off, with the reason, if the keys and values are not FP8 or if
+    the device does not support it.
+    """
     assert reason in paths_of(make_runner(causal_wan, **options))["cudnn_fp8_attention"].reason
 
 

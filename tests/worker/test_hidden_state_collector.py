@@ -44,7 +44,7 @@ def take(
     sampled: list[list[int]],
     drafts: Any = None,
 ) -> list[Any]:
-    """Run one step of requests r0, r1, ...; return the values of column 0 for each request and
+    """Run one step for requests r0, r1, ... and return the values in column 0 for each request and
     layer.
     """
     offsets = [0]
@@ -59,7 +59,9 @@ def take(
 
 
 def test_requests_without_hidden_states_are_ignored() -> None:
-    """A request without hidden states creates no entry, no output field and no copy."""
+    """A request that does not ask for hidden states creates no entry, no output field and no
+    copy.
+    """
     collector = make_collector()
     pooled = replace(new_request("r2", "all"), sampling_params=None)
     collector.update(
@@ -71,8 +73,8 @@ def test_requests_without_hidden_states_are_ignored() -> None:
 
 
 def test_mode_all_returns_every_scheduled_token() -> None:
-    """In mode `all`, the hidden states of every scheduled token are returned. Requests that ask for
-    no hidden states get none.
+    """In `all` mode, the hidden states of every scheduled token are returned. Requests that do not
+    ask for hidden states get none.
     """
     collector = make_collector()
     collector.update(scheduler_output(new=[new_request("r1", "all", prompt_len=5)]))
@@ -82,7 +84,7 @@ def test_mode_all_returns_every_scheduled_token() -> None:
 
 
 def test_mode_generated_starts_after_the_prompt() -> None:
-    """In mode `generated`, the hidden states of the prompt are not copied."""
+    """In `generated` mode, the hidden states of the prompt are not copied."""
     collector = make_collector()
     collector.update(scheduler_output(new=[new_request("r0", "generated", prompt_len=5)]))
     assert take(collector, [3], [0], [[]]) == [None]
@@ -95,7 +97,7 @@ def test_mode_generated_starts_after_the_prompt() -> None:
 def test_mode_generated_after_a_preemption() -> None:
     """After a preemption, the prompt and the generated tokens are computed together.
 
-    In mode `generated`, only the hidden states of the generated tokens are returned.
+    In `generated` mode, only the hidden states of the generated tokens are returned.
     """
     collector = make_collector()
     collector.update(scheduler_output(new=[new_request("r0", "generated", prompt_len=5)]))
@@ -103,8 +105,8 @@ def test_mode_generated_after_a_preemption() -> None:
 
 
 def test_mode_last_returns_one_token_per_step() -> None:
-    """In mode `last`, every step returns the hidden states of its last token, except for prefill
-    chunks before the last chunk.
+    """In `last` mode, each step returns the hidden states of its last token only. Prefill chunks
+    before the last one return none.
     """
     collector = make_collector()
     collector.update(scheduler_output(new=[new_request("r0", "last", prompt_len=5)]))
@@ -126,7 +128,7 @@ def test_hidden_states_of_rejected_drafts_are_dropped(
     mode: str, sampled: list[int], expected: list[Any]
 ) -> None:
     """Hidden states of rejected drafts are dropped. If a step with three drafts samples n tokens,
-    it has accepted n - 1 of the drafts.
+    it has accepted n - 1 drafts.
     """
     collector = make_collector()
     collector.update(scheduler_output(new=[new_request("r0", mode, prompt_len=5)]))
@@ -142,8 +144,8 @@ def test_drafts_are_retained_if_nothing_was_sampled(sampled: list[list[int]]) ->
 
 
 def test_layers_are_returned_in_the_requested_order() -> None:
-    """Layers are returned in the requested order and numbered as in transformers. Negative numbers
-    count from the last layer.
+    """Layers are returned in the requested order and numbered as in Hugging Face Transformers.
+    Negative numbers count from the last layer.
     """
     collector = make_collector()
     collector.update(
@@ -166,7 +168,7 @@ def test_layers_are_returned_in_the_requested_order() -> None:
 def test_requests_of_one_copy_get_their_own_hidden_states() -> None:
     """Requests whose hidden states are copied together each get their own hidden states.
 
-    The batch starts with a request without hidden states, so that no offset is zero.
+    The batch starts with a request that asks for no hidden states, so no offset is zero.
     """
     collector = make_collector()
     asking = [
@@ -188,8 +190,8 @@ def test_requests_of_one_copy_get_their_own_hidden_states() -> None:
     ],
 )
 def test_a_refused_request_affects_no_other(requested: Any, code: str, named: str) -> None:
-    """The error of a refused request is in that request's own entry, and other requests get their
-    hidden states.
+    """The error for a refused request is in that request's own entry, and other requests still get
+    their hidden states.
     """
     collector = make_collector()
     bad = new_request(

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayerTaps` on vLLM's models: retained layers, refusals, and transformers' layer numbers."""
+"""`LayerTaps` on vLLM's models: retained layers, refusals, and the layer numbers of Hugging Face
+Transformers.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,17 +45,17 @@ def with_layers(config: VllmConfig, *layers: int, method: str | None = None) -> 
 
 
 def test_without_options_the_model_is_unchanged(vllm_config: VllmConfig, model: Any) -> None:
-    """Without options, no layer is retained and the model is unchanged."""
+    """If `omni.hidden_state_layers` is empty, no layer is retained and the model is unchanged."""
     taps = LayerTaps.install(with_layers(vllm_config), model, drafter_reads_layers=False)
     assert taps == LayerTaps(BLOCKS, (), installed=False)
     assert model.model.aux_hidden_state_layers == () and taps.named(None) == {}
 
 
 def test_layers_are_retained_in_the_order_of_the_model(vllm_config: VllmConfig, model: Any) -> None:
-    """Layers are retained in the order of the model.
+    """Layers are retained in the model's order.
 
-    Layers may be requested in any order and more than once. The last layer may also be requested;
-    it needs no tap.
+    Layers may be requested in any order and more than once. The last layer may also be requested,
+    although it needs no tap.
     """
     taps = LayerTaps.install(
         with_layers(vllm_config, 3, 0, 3, BLOCKS), model, drafter_reads_layers=False
@@ -69,7 +71,7 @@ def test_layers_are_retained_in_the_order_of_the_model(vllm_config: VllmConfig, 
 
 
 def test_only_the_layers_of_a_drafter_can_be_requested(vllm_config: VllmConfig, model: Any) -> None:
-    """With a drafter, only the layers that the drafter uses can be requested, because it reads
+    """If a drafter is configured, only the layers that it uses can be requested, because it reads
     every layer that the model returns.
     """
     model.set_aux_hidden_state_layers((1, 2))

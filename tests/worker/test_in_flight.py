@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner with several chunks of one session in flight and hand-built scheduler outputs."""
+"""The runner with several chunks of one session in flight. The scheduler outputs are built by
+hand.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ def chunk(index: int | None, name: str | None = None, session: str = "s", **fiel
 
 
 def started(runner: Any) -> None:
-    """Commit chunk 0, and start chunks 1, 2 and 3, each one step after its predecessor."""
+    """Commit chunk 0, then start chunks 1, 2 and 3, each one step after its predecessor."""
     run_to_end(runner, chunk(0))
     execute(runner, step(new=[chunk(1)]))
     assert execute(runner, step(new=[chunk(2)])) == {"s2": None}
@@ -47,7 +49,7 @@ def started(runner: Any) -> None:
 
 
 def rest(runner: Any, first: int, count: int = 3) -> list[torch.Tensor]:
-    """Request chunks again, one at a time, and return their latents."""
+    """Request chunks `first` to `count` again, one at a time, and return their latents."""
     results = [
         run_to_end(runner, chunk(index, f"again{index}"))[f"again{index}"]
         for index in range(first, count + 1)
@@ -62,8 +64,8 @@ def expected(make_runner: Any, causal_wan: Path) -> list[torch.Tensor]:
 
 
 def test_chunks_in_flight_end_in_order(runner: Any) -> None:
-    """Chunks in flight end in order: each chunk advances by one step per engine step, and the
-    output names the chunk that was committed.
+    """Chunks in flight finish in order. Each chunk advances by one denoise step per engine step,
+    and the output names the committed chunk.
     """
     started(runner)
     for names in (["s1", "s2", "s3"], ["s2", "s3"], ["s3"]):
@@ -82,7 +84,7 @@ def test_chunks_in_flight_end_in_order(runner: Any) -> None:
 
 
 def test_a_batch_may_contain_waiting_chunks(runner: Any, expected: list[torch.Tensor]) -> None:
-    """Chunks that may not run yet wait in the batch. Successors of a first chunk wait until the
+    """Chunks that may not run yet wait in the batch. A first chunk's successors wait until the
     session exists.
     """
     results: dict[str, Any] = execute(runner, step(new=[chunk(0), chunk(1), chunk(2)]))
@@ -100,8 +102,7 @@ def test_a_batch_may_contain_waiting_chunks(runner: Any, expected: list[torch.Te
 
 
 def test_an_aborted_chunk_fails_its_successors(runner: Any, expected: list[torch.Tensor]) -> None:
-    """When a chunk is aborted, its successors fail, and earlier chunks and other sessions are
-    unaffected.
+    """If a chunk is aborted, its successors fail. Earlier chunks and other sessions are unaffected.
 
     The session continues after its last committed chunk.
     """
@@ -121,8 +122,8 @@ def test_an_aborted_chunk_fails_its_successors(runner: Any, expected: list[torch
 
 
 def test_a_chunk_with_nan_fails_its_successors(runner: Any, expected: list[torch.Tensor]) -> None:
-    """NaN is detected at the end of a chunk. The chunk's successors fail, and the K/V that they
-    have written are discarded.
+    """NaNs are detected at the end of a chunk. The chunk's successors fail, and the K/V that they
+    have written is discarded.
     """
     started(runner)
     working = runner.requests["s1"].chunk.state
@@ -142,10 +143,11 @@ def test_a_chunk_with_nan_fails_its_successors(runner: Any, expected: list[torch
 def test_successors_started_by_an_earlier_stage_run_and_are_discarded(
     runner: Any, expected: list[torch.Tensor]
 ) -> None:
-    """Successors that an earlier stage has started still run on this stage and are discarded.
+    """Successors that an earlier stage has already started still run on this stage, but their
+    results are discarded.
 
-    The earlier stage sends their hidden states with the chunk index before it receives the failure.
-    A chunk that no stage has started is refused.
+    The earlier stage sends their hidden states, labelled with the chunk index, before it receives
+    the failure. A chunk that no stage has started is refused.
     """
     started(runner)
     runner.parts.in_flight.fail(runner.requests["s2"].chunk)
@@ -170,8 +172,8 @@ def test_successors_started_by_an_earlier_stage_run_and_are_discarded(
 
 
 def test_a_chunk_that_is_not_next_is_refused(runner: Any) -> None:
-    """A chunk that is not the next one is refused, and other chunks are unaffected. Chunks in
-    flight count when the next index is determined.
+    """A chunk other than the next one is refused, and other chunks are unaffected. The next chunk
+    is the one after all chunks in flight.
     """
     started(runner)
     outcome = execute(runner, step(new=[chunk(3, "twice")], running=["s1", "s2", "s3"]))
@@ -184,8 +186,8 @@ def test_a_chunk_that_is_not_next_is_refused(runner: Any) -> None:
 def test_models_without_chunks_in_flight_are_refused(
     make_runner: Any, causal_wan: Path, null_world: Path
 ) -> None:
-    """If a model does not support several chunks in flight, the option is refused with the
-    reason.
+    """If a model does not support several chunks in flight, the option is refused and the error
+    states the reason.
     """
     with pytest.raises(ValueError, match="cache 'strict' shows a chunk the clean chunk before it"):
         make_runner(causal_wan, {"chunks_in_flight": 2})

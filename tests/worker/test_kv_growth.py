@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`omni.kv_growth`: sessions with K/V windows that are allocated as they fill."""
+"""`omni.kv_growth`: sessions whose K/V windows are allocated as they fill."""
 
 import logging
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from vllm_omni.model_executor.models.capabilities import Refusals, check_refusal
 from vllm_omni.outputs import RequestFailed
 
 WINDOW = {"window_frames": 36, "sink_frames": 3}
-"""A window of 36 latent frames, so that rounding to 4 KiB memory pages matters little.
+"""A window of 36 latent frames, large enough that rounding to 4 KiB memory pages matters little.
 
-The buffer has one row for the keys and one for the values of each layer. A frame takes up 1.5 KiB
+For each layer, the buffer has one row for the keys and one for the values. A frame takes up 1.5 KiB
 in each row.
 """
 FIRST_FRAMES = 6
-"""Number of latent frames for which a session initially has memory: those of a chunk and the
-preceding chunk.
+"""Number of latent frames that a session initially has memory for: one chunk and the chunk before
+it.
 """
 
 
@@ -74,9 +74,10 @@ def test_results_equal_those_of_full_windows(
     count: int,
     make_worker: Callable[..., Worker],
 ) -> None:
-    """Results are bit-identical to those of fully allocated windows, even after the window is full.
+    """Results are bit-identical to those obtained with fully allocated windows, even after the
+    window is full.
 
-    This is also true for the results of a fork and the content of a snapshot.
+    The results of a fork and the contents of a snapshot are also bit-identical.
     """
     growing = make_worker(family, **dict(omni))
     full = make_worker(family, kv_growth=False, **dict(omni))
@@ -101,8 +102,8 @@ def test_results_equal_those_of_full_windows(
 def test_a_session_counts_with_the_memory_of_its_frames(
     make_worker: Callable[..., Worker],
 ) -> None:
-    """A session counts with the memory that is allocated for its frames, both at its creation and
-    after each chunk.
+    """Only the memory allocated for a session's frames counts towards its size, both when the
+    session is created and after each chunk.
 
     A closed session counts as zero bytes.
     """
@@ -121,8 +122,8 @@ def test_a_session_counts_with_the_memory_of_its_frames(
 
 
 def test_more_short_sessions_fit(make_worker: Callable[..., Worker]) -> None:
-    """More short sessions fit into the same memory than with fully allocated windows, with which
-    new sessions are refused earlier.
+    """The same memory holds more short sessions than it would with fully allocated windows, which
+    would use up the memory sooner.
     """
     for kv_growth, fitting in ((False, 2), (True, 3)):
         worker = make_worker(kv_growth=kv_growth, max_session_bytes=2_000_000)
@@ -133,11 +134,12 @@ def test_more_short_sessions_fit(make_worker: Callable[..., Worker]) -> None:
 
 
 def test_a_session_without_memory_keeps_its_window(make_worker: Callable[..., Worker]) -> None:
-    """A session whose window cannot grow any more continues with the window size that it has
+    """A session whose window cannot grow any further continues with the window size that it has
     reached.
 
-    The session is bit-identical to one that was opened with this window size. Its results report
-    the shorter window, a log line reports it once, and other sessions are not affected.
+    The session then generates the same latents, bit for bit, as one opened with this window size.
+    Its results report the shorter window, the shortening is logged once, and other sessions are not
+    affected.
     """
     budget = 2 * session_bytes(make_worker()) + 2**16
     worker, roomy = make_worker(max_session_bytes=budget), make_worker(kv_growth=False)
@@ -175,9 +177,9 @@ def test_a_shortened_session_can_be_copied_and_moved(
     make_worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
     """A fork or a restored copy of a session with a shortened window has the same window size as
-    the session.
+    that session.
 
-    The server that restores it may be one that allocates full windows.
+    The restoring server may be one that allocates full windows.
     """
     worker, there = make_worker(), make_worker(kv_growth=False)
     worker.runner.sessions.max_bytes = session_bytes(worker) + 2**16
@@ -199,9 +201,9 @@ def test_a_shortened_session_can_be_copied_and_moved(
 def test_a_restored_session_has_the_memory_of_its_frames(
     make_worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
-    """A restored session has memory for its own frames only, and continues bit for bit.
+    """A restored session gets memory for its own frames only, and continues bit for bit.
 
-    If this memory does not fit, the session is refused.
+    If this memory is not available, the session is refused.
     """
     here, there = make_worker(), make_worker()
     latents(here, "a", range(6))
@@ -219,8 +221,8 @@ def test_a_restored_session_has_the_memory_of_its_frames(
 def test_an_idle_session_is_closed_for_a_window_that_grows(
     make_worker: Callable[..., Worker],
 ) -> None:
-    """An idle session is closed to make room for a growing window, as for a new session. A session
-    in use is not closed.
+    """An idle session is closed to make room for a growing window, just as for a new session. A
+    session in use is not closed.
     """
     budget = 2 * session_bytes(make_worker()) + 2**14
     worker = make_worker(max_session_bytes=budget)
@@ -236,7 +238,7 @@ def test_an_idle_session_is_closed_for_a_window_that_grows(
 def test_ranks_use_the_shortest_of_their_windows(
     make_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All ranks use the size of the shortest window of any rank. In this test, another rank has
+    """All ranks use the size of the shortest window on any rank. In this test, another rank has
     memory for only 12 frames, and this rank has already allocated more.
     """
     worker = make_worker()
@@ -255,9 +257,10 @@ def test_a_session_retains_as_many_sink_frames_as_fit(
     make_worker: Callable[..., Worker],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A session retains as many sink frames as fit in addition to a chunk and the preceding chunk.
+    """A session retains as many sink frames as fit in addition to a chunk and the chunk before it.
 
-    The session equals one that was opened with the same numbers of window and sink frames.
+    The session generates the same latents as one opened with the same numbers of window and sink
+    frames.
     """
     worker, roomy = make_worker(), make_worker(kv_growth=False)
     monkeypatch.setattr(
@@ -274,8 +277,8 @@ def test_a_session_retains_as_many_sink_frames_as_fit(
 def test_a_failed_chunk_leaves_the_session_as_it_was(
     make_worker: Callable[..., Worker],
 ) -> None:
-    """A failed chunk leaves the session unchanged, except for newly allocated memory, which the
-    next chunk uses.
+    """A failed chunk leaves the session unchanged, except for newly allocated memory, which remains
+    and is used by the next chunk.
     """
     worker, full = make_worker(), make_worker(kv_growth=False)
     for index in range(5):
@@ -294,8 +297,8 @@ def test_a_model_with_a_fixed_window_refuses_kv_growth_at_start() -> None:
 
 
 def test_pipeline_stages_refuse_kv_growth_at_start() -> None:
-    """With pipeline stages, `omni.kv_growth` is refused at start, because the windows of the stages
-    could differ in length.
+    """If pipeline stages are configured, `omni.kv_growth` is refused at startup, because window
+    lengths could differ between stages.
     """
     with pytest.raises(ValueError, match="stages of a pipeline cannot agree"):
         OmniConfig(kv_growth=True).check_stages(2)

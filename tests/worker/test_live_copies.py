@@ -34,8 +34,8 @@ def pair(make_runner: Any, request: pytest.FixtureRequest) -> Callable[..., tupl
 
 
 def copied_ahead(pair: Any, path: Path) -> tuple[Worker, Worker]:
-    """Generate four chunks of session `a`, write the first version of its copy, and restore it as
-    session `b` on the second worker.
+    """Generate four chunks of session `a`, write the first version of its copy, and restore that
+    version as session `b` on the second worker.
     """
     here, there = pair("lingbot_world", SMALL)
     for index in range(4):
@@ -61,11 +61,11 @@ def copied_ahead(pair: Any, path: Path) -> tuple[Worker, Worker]:
 def test_a_session_is_copied_while_it_plays(
     case: str, staged: bool, pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A session is copied while it runs: the other runner restores a first version of the copy and
-    applies two later versions.
+    """While a session runs, the other runner restores a first version of its copy and applies two
+    later versions.
 
     Chunks run between the versions. At the end, both sessions have the same state and generate the
-    same chunks, and the file by itself is a complete snapshot.
+    same chunks, and the file alone is a complete snapshot.
     """
     if staged:  # Copy tensors in host memory like those in device memory.
         monkeypatch.setattr(file_io, "_passes_staging", lambda tensor: True)
@@ -96,8 +96,8 @@ def test_a_session_is_copied_while_it_plays(
 
 
 def test_a_tensor_changed_while_it_is_copied_is_sent_again(pair: Any, tmp_path: Path) -> None:
-    """If a chunk runs while a version is written, that version is incomplete, and a later version
-    completes it.
+    """If a chunk runs while a version is being written, that version is incomplete, and a later
+    version completes it.
 
     In this test, the chunk replaces the oldest frames of the window.
     """
@@ -123,8 +123,8 @@ def test_a_tensor_changed_while_it_is_copied_is_sent_again(pair: Any, tmp_path: 
 
 
 def test_only_what_has_changed_is_written(pair: Any, tmp_path: Path) -> None:
-    """A later version writes only data that has changed, because frames that stay in the window
-    keep their position in the file.
+    """A later version writes only the data that has changed. Frames that stay in the window keep
+    their position in the file, so they are not written again.
     """
     here, _ = pair("lingbot_world", SMALL)
     path = tmp_path / "a"
@@ -141,8 +141,8 @@ def test_only_what_has_changed_is_written(pair: Any, tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_damage_is_noticed(pair: Any, tmp_path: Path) -> None:
-    """Data of the copy that is damaged in memory is read again from the file. If the file itself is
-    damaged, the copy is closed.
+    """If the copy's data is damaged in memory, it is read again from the file. If the file itself
+    is damaged, the copy is closed.
     """
     path = tmp_path / "a"
     here, there = copied_ahead(pair, path)
@@ -203,8 +203,8 @@ def test_a_session_that_was_started_anew_is_not_updated(pair: Any, tmp_path: Pat
 
 
 def test_a_chunk_between_the_two_calls_is_noticed(pair: Any, tmp_path: Path) -> None:
-    """The last version takes two calls. If a chunk runs between them, the copy fails, because the
-    last version must be consistent.
+    """Writing the last version takes two calls. If a chunk runs between them, the copy fails,
+    because the last version must be consistent.
     """
     here, _ = pair("null_world")
     text_chunk(here, "a", 0)
@@ -220,8 +220,8 @@ def test_a_chunk_between_the_two_calls_is_noticed(pair: Any, tmp_path: Path) -> 
 
 
 def test_digests_depend_on_the_elements_only() -> None:
-    """A digest depends only on the elements of a tensor, not on strides or memory formats, and
-    changes with every bit.
+    """A digest depends only on a tensor's elements, not on strides or memory formats. It changes if
+    any bit changes.
     """
     frames = torch.randn(3, 2, 600, 2, 8).to(torch.bfloat16)
     window = frames[:, :, 100:500]

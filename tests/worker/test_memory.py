@@ -23,8 +23,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A mocked GPU. This process has 3 GiB of weights and a peak of 5 GiB, and torch has reserved 6
     GiB for it.
 
-    `used` is the number of bytes that all processes use. `taken` contains the sizes requested from
-    the allocator.
+    `used` is the number of bytes used by all processes. `taken` holds the sizes requested from the
+    allocator.
     """
     gpu = SimpleNamespace(used=0, taken=[])
 
@@ -62,8 +62,8 @@ def session_bytes(device: SimpleNamespace, used_before: int) -> int:
 
 
 def test_memory_of_other_processes_does_not_reduce_sessions(device: SimpleNamespace) -> None:
-    """A session budget of a tenth of the GPU is the same on an otherwise empty GPU and next to an
-    engine that uses 92 GiB.
+    """A session budget of a tenth of the GPU's memory is the same whether the GPU is otherwise
+    empty or shared with an engine that uses 92 GiB.
     """
     device.used = 6 * GIB + GIB
     alone = session_bytes(device, used_before=0)
@@ -88,7 +88,7 @@ def test_memory_allocated_after_the_start_counts(device: SimpleNamespace) -> Non
 def test_memory_pools_of_cuda_graphs_count(
     device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pools of CUDA graphs reduce the budget, because their unused memory is not available for
+    """CUDA graph pools reduce the budget, because their unused memory is not available for
     sessions.
     """
     device.used = 6 * GIB
@@ -98,7 +98,7 @@ def test_memory_pools_of_cuda_graphs_count(
 
 
 def test_sessions_that_do_not_fit_are_an_error(device: SimpleNamespace) -> None:
-    """If sessions do not fit into memory, the error names the option that must be raised."""
+    """If sessions do not fit in memory, the error names the option to raise."""
     device.used = 6 * GIB + 92 * GIB
     with pytest.raises(ValueError, match="raise --gpu-memory-utilization"):
         session_bytes(device, used_before=80 * GIB)
@@ -107,7 +107,7 @@ def test_sessions_that_do_not_fit_are_an_error(device: SimpleNamespace) -> None:
 def test_a_worker_passes_the_initial_memory_use_to_the_warm_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The worker passes the memory snapshot that vLLM took before loading to the warm-up.
+    """The worker passes vLLM's memory snapshot from before loading to the warm-up.
 
     After the warm-up, the heap is frozen, as in vLLM's workers, to avoid full garbage collections
     between requests.
@@ -135,11 +135,10 @@ def test_a_worker_passes_the_initial_memory_use_to_the_warm_up(
 def test_the_memory_of_the_warm_up_stays_reserved(
     device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The memory of the warm-up stays reserved, so that the first session does not wait for the
+    """The memory that the warm-up used stays reserved, so the first session does not wait for the
     driver.
 
-    The measurement releases this memory to separate it from graph pools, and allocates it again
-    afterwards.
+    The measurement releases this memory to tell it apart from graph pools, then allocates it again.
     """
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
     session_bytes(device, used_before=0)
@@ -149,7 +148,7 @@ def test_the_memory_of_the_warm_up_stays_reserved(
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the allocator of a GPU")
 def test_a_session_after_the_warm_up_reserves_no_memory() -> None:
-    """A session that is started after the warm-up reuses the memory that the warm-up reserved."""
+    """A session started after the warm-up reuses the memory that the warm-up reserved."""
     config: Any = SimpleNamespace(
         cache_config=SimpleNamespace(gpu_memory_utilization=0.5, kv_cache_memory_bytes=None)
     )
@@ -165,10 +164,10 @@ def test_a_session_after_the_warm_up_reserves_no_memory() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_kv_cache_memory_bytes_is_the_budget(device: str) -> None:
-    """`--kv-cache-memory-bytes` sets the budget directly instead of as a share of the device
-    memory, as in vLLM.
+    """As in vLLM, `--kv-cache-memory-bytes` sets the budget directly rather than as a share of the
+    device memory.
 
-    `omni.max_session_bytes` may lower the budget.
+    `omni.max_session_bytes` can lower the budget.
     """
     config = SimpleNamespace(
         cache_config=SimpleNamespace(kv_cache_memory_bytes=8 * MIB, gpu_memory_utilization=0.9)
@@ -190,7 +189,7 @@ def test_kv_cache_memory_bytes_is_the_budget(device: str) -> None:
 def test_sessions_on_a_cpu_may_use_half_of_the_free_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a CPU, sessions may use half of the free memory, as an integer number of bytes."""
+    """On a CPU, sessions may use half of the free memory. The budget is a whole number of bytes."""
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=12 * MIB + 1))
     config: Any = SimpleNamespace(
         cache_config=SimpleNamespace(kv_cache_memory_bytes=None, gpu_memory_utilization=0.9)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results that are delivered in a later step than the chunk's last one (`omni.overlap_decode`).
+"""Results that are delivered after the chunk's last step (`omni.overlap_decode`).
 
 The tests also cover how the host paces its launches.
 """
@@ -44,7 +44,7 @@ def chunk(request_id: str, index: int, **fields: Any) -> Any:
 
 
 def denoise(runner: Any, request: Any) -> Any:
-    """Run all steps of a request; return the output of the last one."""
+    """Run all steps of a request and return the last step's output."""
     execute(runner, step(new=[request]))
     for _ in range(STEPS - 2):
         execute(runner, step(running=[request.req_id]))
@@ -68,8 +68,8 @@ def test_the_chunk_is_committed_before_its_result_is_delivered(runner: Any) -> N
 def test_the_next_chunk_starts_in_the_step_that_delivers_the_last(
     runner: Any, make_runner: Any, null_world: Path
 ) -> None:
-    """The next chunk starts in the step that delivers the previous chunk's result. Frames equal
-    those of chunks that run one at a time.
+    """The next chunk starts in the step that delivers the previous chunk's result. The frames are
+    the same as when chunks run one at a time.
     """
     one_by_one = make_runner(null_world, {"overlap_decode": False})
     expected = [run_to_end(one_by_one, chunk(name, index))[name] for index, name in enumerate("ab")]
@@ -89,7 +89,7 @@ def test_the_next_chunk_starts_in_the_step_that_delivers_the_last(
 def test_aborting_a_pending_result_keeps_the_chunk(runner: Any) -> None:
     """If a request with a pending result is aborted, its chunk stays part of the session.
 
-    The client therefore continues with the next chunk.
+    The client can therefore continue with the next chunk.
     """
     denoise(runner, chunk("r", 0))
     execute(runner, step(finished=["r"]))
@@ -112,8 +112,8 @@ def test_the_stock_scheduler_receives_results_immediately(
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_the_decode_overlaps_later_work() -> None:
-    """Work that is launched after a decode neither delays copying the result to the host nor
-    changes the decode's inputs.
+    """Work launched after a decode neither delays copying the result to the host nor changes the
+    decode's inputs.
     """
 
     class Slow:
@@ -140,9 +140,9 @@ def test_the_decode_overlaps_later_work() -> None:
 
 
 class Device:
-    """A mock of CUDA events on a device that needs `step_ms` of computation before each event.
+    """A mock of CUDA events on a device that computes for `step_ms` before each event.
 
-    Its clock advances only while the host waits.
+    The mock clock advances only when the host sleeps or waits.
     """
 
     def __init__(self, step_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,8 +204,8 @@ class Device:
 def test_the_host_launches_a_step_ahead_and_later_for_long_steps(
     monkeypatch: pytest.MonkeyPatch, step_ms: float, stages: bool, hurry: bool, before_end_ms: float
 ) -> None:
-    """The host launches each step while the previous one is running, later if steps are long, and
-    the device never idles.
+    """The host launches each step while the previous one is running. It launches later if steps are
+    long, but the device never idles.
 
     `before_end_ms` is the time between the launch of the next step and the end of the current one.
     """
@@ -221,14 +221,14 @@ def test_the_host_launches_a_step_ahead_and_later_for_long_steps(
 def test_a_slow_launch_counts_from_the_start_of_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The expected end of a step with a slow launch is computed from the step's start.
+    """If a step's launch is slow, the step's expected end is computed from its start.
 
     The device starts the step while the host is still launching it.
     """
     device = Device(0.0, monkeypatch)
     pacer = StepPacer(torch.device("cuda"))
     for _ in range(8):
-        device.step_s = 0.06  # the device uses this duration from the first kernel on
+        device.step_s = 0.06  # the device is busy for this duration, counted from the first kernel
         pacer.launching()
         device.sleep(0.04)
         device.step_s = 0.0
@@ -240,8 +240,8 @@ def test_a_slow_launch_counts_from_the_start_of_the_step(
 def test_the_host_stops_waiting_when_a_step_ends_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """When a step ends early, the host stops waiting. The end of the next step is then predicted
-    from its launch time.
+    """If a step ends early, the host stops waiting. The end of the next step is then predicted from
+    its launch time.
     """
     device = Device(200.0, monkeypatch)
     pacer = StepPacer(torch.device("cuda"))
@@ -260,11 +260,11 @@ def test_the_host_stops_waiting_when_a_step_ends_early(
 def test_a_long_step_does_not_delay_later_launches(
     monkeypatch: pytest.MonkeyPatch, launch_s: float
 ) -> None:
-    """After a long step, later steps are still launched 10 ms ahead, even if the host notices the
-    end of a step late.
+    """After a long step, later steps are still launched between 10 and 40 ms ahead, even if the
+    host notices late that a step has ended.
 
-    Long steps are, for example, the first step of a chunk, which also encodes, and the last one,
-    which shares the device with a decode.
+    Examples of long steps are a chunk's first step, which also encodes, and its last step, which
+    shares the device with a decode.
     """
     device = Device(0.0, monkeypatch)
     pacer, leads = StepPacer(torch.device("cuda")), []
@@ -288,8 +288,8 @@ def test_a_long_step_does_not_delay_later_launches(
 def test_the_device_time_of_a_step_is_reported_with_a_later_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The device time of a step is reported with a later step, because it can be measured only once
-    the step has ended.
+    """A step's device time is reported with a later step, because it can be measured only once the
+    step has ended.
     """
     device = Device(0.0, monkeypatch)
     pacer, reported = StepPacer(torch.device("cuda")), []
@@ -325,8 +325,8 @@ def test_the_pacer_does_nothing_without_cuda(
 
 @pytest.fixture
 def slow_device(runner: Any, monkeypatch: pytest.MonkeyPatch) -> Device:
-    """A device with steps of 200 ms on the last of several stages. The runner itself computes on
-    the CPU.
+    """A device with 200 ms steps on the last of several stages. The runner itself computes on the
+    CPU.
     """
     if torch.cuda.is_available():
         pytest.skip("the device is mocked")
@@ -355,8 +355,8 @@ def test_a_result_that_arrives_during_the_wait_is_returned_immediately(
 def test_a_result_without_room_does_not_delay_its_session(
     runner: Any, slow_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a result does not fit into the message, its chunk is reported as denoised, so the next
-    chunk of the session may start.
+    """If a result does not fit in the message, its chunk is reported as denoised, so the session's
+    next chunk can start.
     """
     monkeypatch.setattr("vllm_omni.worker.diffusion.decode._MAX_STEP_BYTES", 1024)
     requests = [new_request(name, session_id=name, prompt="a field", seed=3) for name in "ab"]
@@ -373,7 +373,7 @@ def test_a_result_without_room_does_not_delay_its_session(
 def test_a_ready_result_shortens_the_wait_for_the_device(
     runner: Any, slow_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a result is ready, the host waits less long for the device, because the client would
+    """If a result is ready, the host shortens its wait for the device, because the client would
     otherwise receive the result a step later.
     """
     device = slow_device
@@ -416,7 +416,7 @@ def test_a_stage_before_the_vae_waits_before_its_step(
 ) -> None:
     """The rank in front of the VAE stage waits for the device before each step.
 
-    A step that only fetches results does not wait.
+    The rank does not wait in a step that only fetches results.
     """
     calls: list[str] = []
 

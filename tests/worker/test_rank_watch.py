@@ -47,9 +47,9 @@ def work(rank: int, size: int, heard: bool, address: str, output: Path, stop: Ev
 
 
 class Ranks:
-    """Processes of several ranks, one for each value of `heard`.
+    """Rank processes, one for each value of `heard`.
 
-    `stop` is the event that ends the processes that wait for their next call.
+    Setting the `stop` event ends the processes that wait for their next call.
     """
 
     def __init__(self, folder: Path, *heard: bool) -> None:
@@ -67,7 +67,7 @@ class Ranks:
             process.start()
 
     def join(self, rank: int, timeout_s: float) -> str:
-        """Wait until a rank exits; return its output."""
+        """Wait until a rank exits and return its output."""
         self.processes[rank].join(timeout_s)
         return self._outputs[rank].read_text()
 
@@ -82,7 +82,7 @@ class Ranks:
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[list[Ranks]]:
-    """A list to which tests add the ranks that they start, so that the fixture can stop them."""
+    """A list to which tests append the ranks that they start, so the fixture can stop them."""
     running: list[Ranks] = []
     yield running
     for ranks in running:
@@ -96,7 +96,8 @@ def test_a_failed_rank_exits_and_wakes_the_waiting_rank(
 ) -> None:
     """A rank that fails logs its traceback and exits.
 
-    The rank that returns results raises immediately instead of waiting in its collective.
+    The rank that returns results raises an error immediately rather than continuing to wait in its
+    collective.
     """
     started.append(ranks := Ranks(tmp_path, True, False))
     output = ranks.join(1, timeout_s=60)
@@ -113,7 +114,7 @@ def test_a_failed_rank_exits_and_wakes_the_waiting_rank(
 
 
 def test_an_exception_on_a_single_rank_is_raised(started: list[Ranks], tmp_path: Path) -> None:
-    """On an engine's only rank, an exception is raised and does not end the process."""
+    """If the engine has only one rank, an exception is raised and does not end the process."""
     started.append(rank := Ranks(tmp_path, False))
     rank.wait_for(0, "raised ValueError", timeout_s=60)
     assert rank.processes[0].is_alive()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ReturnChannel`: process groups and messages, with a mock of torch.distributed, and results on
+"""`ReturnChannel`: its process groups and messages with a mock of torch.distributed, and results on
 real ranks.
 """
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class Work:
-    """A mock of a transfer that stays incomplete until the test completes it."""
+    """A mock transfer that stays incomplete until the test completes it."""
 
     completed = False
 
@@ -33,7 +33,7 @@ class Work:
 
 
 class Group:
-    """A mock of torch.distributed with seven ranks, for code that runs on `rank`."""
+    """A mock of torch.distributed with seven ranks, as seen by code that runs on `rank`."""
 
     def __init__(self) -> None:
         self.rank = 0
@@ -93,7 +93,7 @@ def channel(group: Group, rank: int, device: torch.device = CPU) -> ReturnChanne
 def test_every_rank_creates_all_groups_and_connects_its_own(
     group: Group, rank: int, connected: list[Any]
 ) -> None:
-    """Every rank creates all groups in the same order, as `new_group` requires, and connects only
+    """Every rank creates all groups in the same order, as `new_group` requires, but connects only
     its own groups.
 
     The last stage sends one element to each earlier stage.
@@ -116,8 +116,8 @@ def test_every_rank_creates_all_groups_and_connects_its_own(
 def test_stages_are_connected_forward(
     group: Group, first: bool, last: bool, calls: list[str]
 ) -> None:
-    """Stages connect in the direction in which vLLM sends, so that no two ranks wait for each
-    other.
+    """Stages connect in the direction in which vLLM sends messages, so ranks cannot deadlock by
+    waiting for each other.
     """
     pp: Any = SimpleNamespace(
         is_first_rank=first, is_last_rank=last, prev_rank=7, next_rank=9, device_group="stages"
@@ -133,7 +133,7 @@ def batch() -> list[Any]:
 
 
 def test_a_message_lives_until_every_stage_has_it(group: Group) -> None:
-    """The last stage keeps a message in memory until all of the message's transfers have
+    """The last stage keeps a message in memory until all transfers of that message have
     completed.
     """
     last = channel(group, 4)
@@ -159,7 +159,7 @@ TWO_STAGES = ((0, 2), (1, 3))
 
 class Growing:
     """A mocked model with bf16 latents. In batch n, the first request's latents have n + 1
-    elements, and the second's have 2.
+    elements, and the second request's have 2.
     """
 
     def latents(self, request: Any) -> torch.Tensor:

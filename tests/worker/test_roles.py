@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the options and the stage of a rank determine its role, and tests of the small roles
-themselves.
-"""
+"""How a rank's options and stage determine its role, and what the smaller roles do."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -50,8 +48,8 @@ def test_the_stage_of_a_rank_determines_its_role(
     decodes: bool,
     pipeline: Any,
 ) -> None:
-    """The stage of a rank determines its role. Splitting the model by blocks and splitting it by
-    steps lead to the same role.
+    """A rank's stage determines its role. The role is the same whether the model is split by blocks
+    or by steps.
     """
     stage, num_stages, vae_stage = position
     parts = replace(
@@ -67,7 +65,7 @@ def test_the_stage_of_a_rank_determines_its_role(
 
 
 class Doubler:
-    """A mock of a model that doubles the latents in each step and adds the number of the step."""
+    """A mock model that doubles the latents in each step and adds the step number."""
 
     def set_latents(self, request: Any, latents: torch.Tensor) -> None:
         request.latents = latents
@@ -86,7 +84,7 @@ class Doubler:
 def test_temporal_stages_pass_latents_through_all_steps() -> None:
     """Each temporal stage runs the denoise step whose index equals the stage's index.
 
-    The last stage returns its input latents to the earlier stages once.
+    The last stage sends its input latents back to the earlier stages once.
     """
     model: Any = Doubler()
     chunks = [
@@ -115,7 +113,7 @@ def test_temporal_stages_pass_latents_through_all_steps() -> None:
 def test_whole_chunks_of_a_session_run_in_the_order_of_their_index(
     make_runner: Any, null_world: Path
 ) -> None:
-    """Whole chunks of a session run in the order of their index, whatever their order in the batch.
+    """Whole chunks of a session run in index order, whatever their order in the batch.
 
     The batch also contains another session and an invalid request.
     """

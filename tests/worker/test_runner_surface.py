@@ -40,8 +40,8 @@ def test_the_pattern_finds_the_attributes() -> None:
 
 @pytest.mark.parametrize("name", [name for name in used_by_worker() if name not in UNREACHABLE])
 def test_every_attribute_that_the_worker_uses_exists(name: str) -> None:
-    """Every attribute that the worker uses exists as a method of the class, or is assigned in
-    `__init__` or `load_model`.
+    """Every attribute that the worker uses is a method of the class or is assigned in `__init__` or
+    `load_model`.
     """
     assigned = inspect.getsource(DiffusionGPUModelRunner)
     module_like = name in {"GPUModelRunner"} or f"model_runner.{name} import" in inspect.getsource(
@@ -51,8 +51,8 @@ def test_every_attribute_that_the_worker_uses_exists(name: str) -> None:
 
 
 def test_the_surface_reports_no_graphs_and_no_kv_cache() -> None:
-    """The runner serves the task `plugin`, captures no graphs, and returns empty tensors for a
-    dummy run.
+    """The runner supports the `plugin` task, captures no CUDA graphs, and returns empty tensors for
+    a dummy run.
     """
     surface = RunnerSurface()
     surface.device = torch.device("meta")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a runner: memory use, CPU offload, reload in place, and dummy weights."""
+"""The runner's weights: memory use, CPU offload, in-place reload and dummy weights."""
 
 import shutil
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def first_frames(runner: Any, session_id: str) -> torch.Tensor:
 def test_memory_usage_counts_weights_and_adapters(
     make_runner: MakeRunner, causal_wan: Path
 ) -> None:
-    """The memory usage that vLLM logs is the size of the weights plus that of the adapters."""
+    """The memory usage that vLLM logs is the size of the weights plus the size of the adapters."""
     runner = make_runner(causal_wan, SMALL, enable_lora=True, max_loras=1, max_lora_rank=8)
     assert runner.adapters.nbytes > 0
     assert runner.model_memory_usage == bytes_of(runner) + runner.adapters.nbytes
@@ -75,7 +75,9 @@ def test_offloaded_weights_change_no_frame(
 
 @pytest.mark.usefixtures("no_offloader_left", "uncompiled")
 def test_two_offloaded_experts_in_one_step(make_runner: MakeRunner, tmp_path: Path) -> None:
-    """Two videos of different lengths use both experts of Wan 2.2 in one engine step."""
+    """Two videos with different numbers of denoise steps use both of Wan 2.2's experts in one
+    engine step. Offloading the weights does not change their latents.
+    """
     get_family("wan2_2").make_tiny(tmp_path, 0, "t2v")
     omni = {"height": HEIGHT, "width": WIDTH, "model": {"max_num_frames": 9}}
 
@@ -102,8 +104,8 @@ def test_two_offloaded_experts_in_one_step(make_runner: MakeRunner, tmp_path: Pa
 def test_weights_are_replaced_in_place(
     make_runner: MakeRunner, null_world: Path, other_world: Path
 ) -> None:
-    """Weights can be replaced by those of another checkpoint with the same shapes, and later
-    reloads read that checkpoint again.
+    """Weights can be replaced with weights of the same shapes from another checkpoint. Later
+    reloads read the new checkpoint again.
     """
     runner, other = make_runner(null_world), make_runner(other_world)
     expected = first_frames(other, "a")
@@ -118,10 +120,11 @@ def test_weights_are_replaced_in_place(
 
 
 def test_a_reload_ends_every_session(make_runner: MakeRunner, causal_wan: Path) -> None:
-    """A reload ends every session, because the session's K/V was computed with the old weights.
+    """A reload ends every session, because the K/V of each session was computed with the old
+    weights.
 
-    A chunk in flight fails. A session that starts afterwards gets frames generated with the new
-    weights, even if embeddings of its prompt had been cached.
+    A chunk in flight fails. Sessions that start after the reload get frames generated with the new
+    weights, even if the embeddings of their prompts were cached before it.
     """
     runner = make_runner(causal_wan, SMALL)
     worker = Worker(runner)
@@ -172,7 +175,7 @@ def test_weights_are_reloaded_from_a_checkpoint_only(
 
 
 def test_dummy_weights_read_no_file(single_rank: None, null_world: Path, tmp_path: Path) -> None:
-    """Loading dummy weights reads no weight file. vLLM's worker requests dummy weights if another
+    """No weight file is read to load dummy weights. vLLM's worker requests dummy weights if another
     process will send the real weights later.
     """
     shutil.copytree(null_world, tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))

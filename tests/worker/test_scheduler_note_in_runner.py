@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's notes in the runner, and the progress that the runner reports."""
+"""How the runner handles the scheduler's notes and reports progress."""
 
 from pathlib import Path
 from typing import Any
@@ -51,10 +51,10 @@ def test_unsupported_degradations_are_refused_at_startup(make_runner: Any, model
 
 
 def test_progress_of_running_chunks_is_reported(make_runner: Any, model: Path) -> None:
-    """The reported progress contains the number of completed steps, the total number of steps and
-    the number of elements of the latents.
+    """The reported progress consists of the number of completed steps, the total number of steps
+    and the number of latent elements.
 
-    The progress of finished chunks is not reported.
+    Progress is not reported for finished chunks.
     """
     runner = make_runner(model)
     output = runner.execute_model(step(new=[noted("r", SchedulerNote())]))
@@ -65,8 +65,8 @@ def test_progress_of_running_chunks_is_reported(make_runner: Any, model: Path) -
 
 
 class Busy(StepPacer):
-    """A mock of a device whose previous step took a quarter of a second and whose current step is
-    still running.
+    """A mock device whose previous step took a quarter of a second and whose current step is still
+    running.
     """
 
     @property
@@ -92,7 +92,9 @@ def test_the_device_time_is_reported_to_the_scheduler(make_runner: Any, model: P
 def test_an_admitted_chunk_without_latents_has_the_smallest_size(
     make_runner: Any, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An admitted chunk whose latents do not exist yet is reported with the smallest size."""
+    """If an admitted chunk has no latents yet, its progress is reported with the smallest possible
+    number of latent elements.
+    """
     runner = make_runner(model)
 
     def only_admit(states: Any, received: Any) -> dict[str, Any]:

@@ -30,8 +30,8 @@ def runner(unfinished: list[bool], generators: dict[int, torch.Generator]) -> An
 def test_an_unfinished_prompt_does_not_use_its_generator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The sampler does not receive the generator of a request whose prompt is unfinished. After the
-    step, all generators are restored.
+    """The sampler does not receive a request's generator while the request's prompt is unfinished.
+    After the step, all generators are restored.
     """
     generators = {index: torch.Generator().manual_seed(index) for index in (0, 1, 3)}
     retained, seen = dict(generators), []
@@ -59,7 +59,7 @@ def test_a_failed_step_restores_the_generators(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_vllm_rewinds_by_an_offset_that_a_cpu_lacks() -> None:
-    """vLLM rewinds a generator by changing its offset, which CPU generators do not have.
+    """vLLM rewinds a generator by changing its offset, but CPU generators have no offset.
 
     If this test fails, remove `ARCPUModelRunner.sample_tokens`.
     """

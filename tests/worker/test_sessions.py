@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionStore`: limits on the bytes and the number of sessions, eviction of idle sessions, and
-session operations.
+"""`SessionStore`: limits on the number and size of sessions, eviction of idle sessions, and session
+operations.
 """
 
 from typing import Any
@@ -57,7 +57,9 @@ def store(clock: Clock) -> SessionStore:
 
 
 def test_a_session_above_the_limit_evicts_no_other(store: SessionStore, clock: Clock) -> None:
-    """A session that is larger than the limit is refused, and no idle session is closed for it."""
+    """A session that is larger than the limit is refused, and no idle session is closed to make
+    room for it.
+    """
     store.add_session(Session("a"))
     clock.now = 1000
     with pytest.raises(RequestFailed, match="capacity"):
@@ -66,8 +68,8 @@ def test_a_session_above_the_limit_evicts_no_other(store: SessionStore, clock: C
 
 
 def test_the_least_recently_used_idle_session_is_evicted(store: SessionStore, clock: Clock) -> None:
-    """The least recently used idle session is evicted. In this test, `a` is older but was used
-    again, so `b` is evicted.
+    """The least recently used idle session is evicted. In this test, session `a` is older but was
+    used again, so session `b` is evicted.
     """
     a, b = Session("a"), Session("b")
     store.add_session(a)
@@ -83,7 +85,7 @@ def test_a_session_with_a_chunk_in_flight_is_never_evicted(
     store: SessionStore, clock: Clock
 ) -> None:
     """A session with a chunk in flight is pinned. It is not evicted before its last chunk ends,
-    however long the session has been idle.
+    however long ago it was last used.
     """
     store.add_session(Session("a"))
     store.add_session(Session("b"))
@@ -108,7 +110,9 @@ def failure_of(call: Any, *args: Any) -> tuple[str, str]:
 
 
 def test_refusals_name_the_limit_and_the_remedy(store: SessionStore) -> None:
-    """A refusal names the session, the limit and the remedy."""
+    """A refusal names the unknown session or the exceeded limit and, if there is one, the
+    remedy.
+    """
     assert failure_of(store.get, "x") == (
         "unknown_session",
         "session 'x' is not live here: start it with an image and a prompt",
@@ -124,8 +128,8 @@ def test_refusals_name_the_limit_and_the_remedy(store: SessionStore) -> None:
 
 
 def test_the_limits_are_inclusive(store: SessionStore, clock: Clock) -> None:
-    """Limits are inclusive: the maximum number of bytes, the maximum number of sessions and the
-    exact idle time are allowed.
+    """Limits are inclusive: sessions may use exactly the maximum number of bytes, and a session
+    whose idle time equals the limit may be closed.
     """
     store.make_room(25)
     store.add_session(Session("a", 15))
@@ -166,8 +170,8 @@ def operation(op: str, session_id: str = "a", fork_to: str | None = None) -> Dif
 
 @pytest.mark.parametrize("op", ["close", "reset"])
 def test_close_and_reset_report_whether_the_session_existed(store: SessionStore, op: str) -> None:
-    """`close` and `reset` report whether the session existed. A chunk after a reset starts a new
-    session with the same id.
+    """`close` and `reset` report whether the session existed. The first chunk after a reset starts
+    a new session with the same id.
     """
     session = Session("a")
     store.add_session(session)
@@ -178,10 +182,10 @@ def test_close_and_reset_report_whether_the_session_existed(store: SessionStore,
 
 
 def test_a_fork_is_a_separate_session(store: SessionStore, clock: Clock) -> None:
-    """A fork continues after the same chunk as its source, inherits the failure of its source, and
+    """A fork continues after the same chunk as its source, inherits its source's failure, and
     counts towards the byte limit.
 
-    The fork operation marks both the source and the fork as used.
+    The fork operation marks both the source and the fork as recently used.
     """
     source = Session("a")
     source.chunk_index, source.failure = 7, RequestFailed("non_finite", "NaN")
@@ -245,8 +249,8 @@ def test_all_sessions_are_moved_closed_and_listed(store: SessionStore) -> None:
 
 
 def test_pooled_memory_is_trimmed_for_live_sessions(store: SessionStore) -> None:
-    """Pooled memory counts as free. When a session is added, the pool is trimmed to the bytes that
-    remain.
+    """Pooled memory counts as free. If a session is added, the pool is trimmed to the remaining
+    bytes.
     """
     limits: list[int] = []
     store.trim_pool = limits.append
@@ -277,8 +281,8 @@ def moves(store: SessionStore, monkeypatch: pytest.MonkeyPatch) -> list[tuple[st
 def test_an_idle_session_makes_room_in_host_memory(
     store: SessionStore, clock: Clock, moves: list[tuple[str, str]]
 ) -> None:
-    """The least recently used idle session moves to host memory. For its next chunk, the session
-    returns to the device, and another idle session moves to the host instead.
+    """The least recently used idle session moves to host memory. When its next chunk runs, the
+    session returns to the device, and another idle session moves to the host instead.
     """
     for name in ("a", "b"):
         store.make_room(10)
@@ -303,8 +307,8 @@ def test_an_idle_session_makes_room_in_host_memory(
 def test_host_memory_is_bounded_and_a_session_with_a_chunk_in_flight_is_not_moved(
     store: SessionStore, clock: Clock, moves: list[tuple[str, str]]
 ) -> None:
-    """Of three idle sessions, two fit into host memory. A new session that does not fit is refused,
-    and no session is closed for it.
+    """Two of the four idle sessions fit in host memory. A new session is then refused, and no
+    session is closed to make room for it.
 
     A session with a chunk in flight is not moved.
     """

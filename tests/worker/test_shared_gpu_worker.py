@@ -15,7 +15,8 @@ from vllm_omni.worker.diffusion.shared_gpu_worker import SharedGPUWorker
 def test_ranks_are_spread_over_the_available_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are spread over the available GPUs, and each rank appears to NCCL as a separate host.
 
-    Devices and environment variables are set before the stock worker starts NCCL.
+    Devices and environment variables are set before the stock worker starts NCCL. Ranks on the same
+    GPU divide its session memory equally.
     """
     before = {
         name: value
@@ -54,7 +55,7 @@ def test_ranks_are_spread_over_the_available_gpus(monkeypatch: pytest.MonkeyPatc
 
 
 def test_nothing_changes_with_enough_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If there are enough GPUs, ranks are connected in the same way as by the stock worker."""
+    """If there are enough GPUs, the worker connects ranks in the same way as the stock worker."""
     monkeypatch.setattr(shared_gpu_worker.os, "environ", dict(os.environ))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(shared_gpu_worker.DiffusionGPUWorker, "init_device", lambda worker: None)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text embeddings that are sent between ranks.
+"""Text embeddings sent between ranks.
 
-The embeddings are sent in order, for the first step of a chunk. Missing embeddings raise an error.
+The embeddings are sent in order, in the first step of a chunk. Missing embeddings raise an error.
 """
 
 from types import SimpleNamespace
@@ -14,9 +14,9 @@ from vllm_omni.worker.diffusion.shared_text import SharedText
 
 
 class Group:
-    """A mock of a tensor-parallel group, as one rank sees it.
+    """A mock tensor-parallel group, as one rank sees it.
 
-    `first` contains the tensors of rank 0 in the order of its broadcasts.
+    `first` holds the tensors of rank 0 in broadcast order.
     """
 
     def __init__(self, size: int, first: list[torch.Tensor] | None = None) -> None:
@@ -49,10 +49,11 @@ def embeddings(length: int, value: float = 0.0) -> torch.Tensor:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_text_embeddings_reach_every_rank_of_every_stage(ranks: int) -> None:
-    """Text embeddings reach every rank of every stage, for chunks with one prompt, with none and
-    with two.
+    """Text embeddings reach every rank of every stage, for chunks with one prompt, no prompt or two
+    prompts.
 
-    The lengths of messages are not divisible by the number of ranks, so vLLM does not split them.
+    The message lengths are not divisible by the number of ranks, so vLLM does not split the
+    messages.
     """
     owner = [
         request(embeddings(3, 1.0)),

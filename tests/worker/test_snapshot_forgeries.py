@@ -2,8 +2,8 @@
 """A snapshot with a tensor that the model would not produce is refused, and the error names the
 tensor.
 
-Each forged file is complete and has a valid header, as if it came from a forger or another version
-of the model. Other sessions are not affected.
+Each forged file is complete and has a valid header, as if it came from an attacker or from another
+version of the model. Other sessions are not affected.
 """
 
 import functools
@@ -61,8 +61,8 @@ KINDS = {
     ),
     "stream, renewed sinks": frozenset({"kv.frame", "kv.sink_at"}),
 }
-"""For each case, tensors that the session must have, because otherwise the test would not forge
-them.
+"""For some of the cases, the kinds of tensors that the session must contain. Without this check,
+the test might not forge them.
 """
 DAILY = ("world", "stream, video in")
 
@@ -130,7 +130,9 @@ def saved(
 
 
 def forgeries(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield forgeries of a tensor: other shapes, other dtypes, or None to remove it."""
+    """Yield forgeries of a tensor: tensors with another shape or dtype, or None to remove the
+    tensor.
+    """
     longer = list(tensor.shape)
     longer[-2 if len(longer) > 1 else -1] += 1
     yield "one element more", torch.zeros(longer, dtype=tensor.dtype)
@@ -173,7 +175,7 @@ def test_forged_tensors_are_refused_by_name(saved: Saved, tmp_path: Path) -> Non
 def test_surplus_tensors_are_refused(saved: Saved, tmp_path: Path) -> None:
     """A snapshot with surplus tensors is refused.
 
-    Surplus tensors are, for example, decoder features, caches that the session does not use, or
+    Examples of surplus tensors are decoder features, caches that the session does not use, and
     frames outside its window.
     """
     path = tmp_path / "forged"
@@ -202,7 +204,7 @@ def test_a_degraded_snapshot_restores_on_a_server_with_the_exact_decoder(
     """A session whose last chunk was degraded by `tiny_vae` on another server continues on a server
     that uses the exact decoder.
 
-    The snapshot of the session contains the tensors that the exact decoder requires.
+    The session's snapshot contains the tensors that the exact decoder requires.
     """
     path, cells = tmp_path / "tiny", (1, 16, 3, 4, 6)
     tensors = {name: tensor for name, tensor in saved.tensors.items() if "decoder." not in name}
@@ -233,8 +235,8 @@ def refused(saved: Saved, tensors: dict[str, torch.Tensor], path: Path) -> Reque
 )
 @pytest.mark.parametrize("saved", ["stream, video in"], indirect=True)
 def test_forged_video_input_is_refused(saved: Saved, tmp_path: Path, case: dict[str, Any]) -> None:
-    """A snapshot of a session with video input is refused if its noise scale is outside the noise
-    controller's range.
+    """A snapshot of a session with video input is refused if its noise scale is not a number within
+    the noise controller's range.
     """
     forged_scalars_are_refused(saved, tmp_path, case)
 
@@ -258,8 +260,8 @@ def test_forged_video_input_is_refused(saved: Saved, tmp_path: Path, case: dict[
 def test_forged_conditioning_and_camera_are_refused(
     saved: Saved, tmp_path: Path, case: dict[str, Any]
 ) -> None:
-    """A snapshot is refused if a settled condition has a cache, or if the angles of a camera are
-    not finite.
+    """A snapshot is refused if the value of its image conditioning state, camera, seed or prompt is
+    one that no session can have, for example an infinite pitch.
     """
     forged_scalars_are_refused(saved, tmp_path, case)
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The identity of the model that a snapshot belongs to: digests of the model's configuration and of
-its weights.
+"""The identity of the model that a snapshot belongs to: digests of the model's configuration and
+weights.
 
-If either digest changed for the same model, every existing snapshot would become invalid.
+If either digest of an unchanged model were computed differently, every existing snapshot would
+become invalid.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from vllm_omni.worker.diffusion.sessions.snapshots import model_identity, weight
 
 
 def vllm_config(omni: dict[str, Any] | None, cache_dtype: str = "auto", **hf: Any) -> Any:
-    """Return a configuration. If `omni` is None, the configuration's `additional_config` is not a
+    """Return a mock vLLM config. If `omni` is None, the config's `additional_config` is not a
     mapping.
     """
     fields = {"layers": 4, "torch_dtype": torch.float32, **hf}
@@ -56,16 +57,16 @@ PLAIN = (
 def test_the_digest_covers_configuration_and_dtype(
     omni: dict[str, Any] | None,
 ) -> None:
-    """The digest covers the model configuration and the dtype, but not the version of transformers
-    or the path of the checkpoint.
+    """The digest covers the model configuration and the dtype, but not the transformers version or
+    the checkpoint path.
     """
     config = vllm_config(omni, transformers_version="5.0", _name_or_path="/models/a")
     assert model_identity(config, False, ()) == identity(PLAIN + "}")
 
 
 def test_the_digest_covers_options_caches_and_stages() -> None:
-    """The digest covers the options, the K/V cache dtype and the pipeline stages. Keys are sorted,
-    so their order has no effect.
+    """The digest covers the options, the K/V cache dtype and the pipeline stages. The keys are
+    sorted first, so their order has no effect.
     """
     omni = {
         "model": {"window_frames": 7, "sequence_parallel": True},
@@ -96,7 +97,7 @@ def test_both_names_of_e4m3_are_one_storage_format() -> None:
 def test_a_snapshot_records_the_current_partition(
     make_runner: Any, null_world: Path, tmp_path: Path
 ) -> None:
-    """A snapshot records the current partition of layers instead of the one before the warm-up."""
+    """A snapshot records the current layer partition, not the one before the warm-up."""
     worker = Worker(make_runner(null_world))
     worker.runner.partition = (3, 1)
     text_chunk(worker, "a", 0)
@@ -107,7 +108,8 @@ def test_a_snapshot_records_the_current_partition(
 
 
 def test_the_weights_digest_covers_names_dtypes_shapes_and_sixteen_values() -> None:
-    """The digest of weights covers names, dtypes, shapes and sixteen values of each tensor.
+    """The weights digest covers each tensor's name, dtype and shape, and up to sixteen of its
+    values.
 
     For a transposed matrix, as in quantized layers, the values are taken from the first row,
     because this requires no copy.
@@ -134,8 +136,8 @@ def test_the_weights_digest_covers_names_dtypes_shapes_and_sixteen_values() -> N
 def test_a_snapshot_of_other_weights_is_refused(
     make_runner: Any, null_world: Path, tmp_path: Path
 ) -> None:
-    """A process whose weights have changed refuses its own earlier snapshot, and accepts it once
-    the original weights are back.
+    """A process whose weights have changed refuses its own earlier snapshot. It accepts the
+    snapshot once the original weights have been restored.
     """
     worker = Worker(make_runner(null_world))
     text_chunk(worker, "a", 0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The format of a snapshot, and files that cannot be restored.
+"""The snapshot format, and files that cannot be restored.
 
-Every file is refused with a reason, and no session remains.
+Every such file is refused with a reason, and no session remains.
 """
 
 import errno
@@ -25,7 +25,7 @@ _WORKERS: dict[str, Worker] = {}
 
 @pytest.fixture
 def worker(make_runner: Any, null_world: Path) -> Worker:
-    """The module's runner, without any open session."""
+    """The worker that this module's tests share, with no open sessions."""
     if "worker" not in _WORKERS:
         _WORKERS["worker"] = Worker(make_runner(null_world))
     _WORKERS["worker"].runner.sessions.close_all()
@@ -54,10 +54,10 @@ def refusal(worker: Worker, path: Path) -> RequestFailed:
 
 
 def test_a_snapshot_is_a_safetensors_file(worker: Worker, snapshot: Path) -> None:
-    """A snapshot is a safetensors file that the safetensors library can read. Only the file's owner
-    may access it.
+    """A snapshot is a safetensors file that the safetensors library can read. Only the user that
+    owns the file may access it.
 
-    The header describes the content and the owner.
+    The file's header describes its content and the session's owner.
     """
     header = read_header(snapshot)
     assert (header.format_version, header.model.family, header.chunk_index) == (1, "null_world", 2)
@@ -70,8 +70,8 @@ def test_a_snapshot_is_a_safetensors_file(worker: Worker, snapshot: Path) -> Non
 
 @pytest.mark.parametrize("retained", [0, 7, 100, 0.5, -1])
 def test_a_truncated_file_is_refused(worker: Worker, snapshot: Path, retained: float) -> None:
-    """A file that is truncated within its length field, its header or its tensors, or by a single
-    byte, is refused.
+    """A file is refused if it is truncated within its length field, header or tensors, or by one
+    byte.
     """
     content = snapshot.read_bytes()
     size = (
@@ -91,7 +91,7 @@ def test_a_truncated_file_is_refused(worker: Worker, snapshot: Path, retained: f
 def test_another_file_is_refused_and_never_unpickled(
     worker: Worker, tmp_path: Path, content: bytes
 ) -> None:
-    """Files of noise or zeros, an archive and a pickle are refused, and the pickle is never
+    """Files of noise or zeros, an archive and a pickle are all refused, and the pickle is never
     unpickled.
     """
     path = tmp_path / "foreign"
@@ -102,7 +102,7 @@ def test_another_file_is_refused_and_never_unpickled(
 def test_a_longer_file_and_other_safetensors_are_refused(
     worker: Worker, snapshot: Path, tmp_path: Path
 ) -> None:
-    """A snapshot with bytes after its tensors is refused, and so is a weight file."""
+    """A snapshot with extra bytes after its tensors is refused, and so is a weight file."""
     snapshot.write_bytes(snapshot.read_bytes() + b"\0")
     assert refusal(worker, snapshot).code == "invalid_snapshot"
     save_file({"weight": torch.zeros(3)}, tmp_path / "weights")
@@ -193,8 +193,8 @@ def test_an_incompatible_snapshot_is_refused_with_the_reason(
 def test_a_worker_checks_the_header_against_the_file(worker: Worker, snapshot: Path) -> None:
     """A worker checks the header against the file before it allocates memory.
 
-    The file may have shrunk since the front end read it, or may be a different file on the worker's
-    machine.
+    The file may have shrunk since the front end read it, or the worker's machine may have a
+    different file at that path.
     """
     whole = snapshot.read_bytes()
     length = int.from_bytes(whole[:8], "little")
@@ -213,8 +213,8 @@ def test_a_worker_checks_the_header_against_the_file(worker: Worker, snapshot: P
 def test_a_session_above_the_byte_limit_is_refused(
     worker: Worker, snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A snapshot that is larger than `max_session_bytes` is refused; one of exactly this size is
-    accepted. The front end compares the limit with the size of the file.
+    """A snapshot larger than `max_session_bytes` is refused; one of exactly that size is accepted.
+    The front end compares the file size with the limit.
     """
     worker.restore("b", snapshot)
     nbytes = worker.runner.sessions.nbytes
@@ -231,17 +231,17 @@ def test_a_session_above_the_byte_limit_is_refused(
 
 
 def test_a_file_that_is_invisible_to_a_worker_is_refused(worker: Worker, tmp_path: Path) -> None:
-    """A file that a worker cannot open is refused, and the error says that all machines must share
-    the directory.
+    """If a worker cannot open a file, the file is refused, and the error says that all machines
+    must share the directory.
 
-    The cause may be that the front end runs on another machine.
+    A possible cause is a front end that runs on another machine.
     """
     (response,) = worker.rpc("restore_session", ("b", str(tmp_path / "elsewhere")))
     assert response == {"error": ["snapshot_storage", UNSEEN]}
 
 
 def test_a_live_session_is_not_overwritten(worker: Worker, snapshot: Path) -> None:
-    """Restoring a snapshot under the id of a live session is refused, and the live session stays
+    """Restoring a snapshot under a live session's id is refused, and the live session stays
     open.
     """
     worker.restore("b", snapshot)
@@ -254,7 +254,9 @@ def test_a_live_session_is_not_overwritten(worker: Worker, snapshot: Path) -> No
 def test_a_full_server_refuses_and_a_file_is_not_overwritten(
     worker: Worker, snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Restoring a snapshot respects `max_sessions`, and saving one never replaces a file."""
+    """`max_sessions` also applies when a snapshot is restored. Saving a snapshot never replaces a
+    file.
+    """
     monkeypatch.setattr(worker.runner.sessions, "max_sessions", 1)
     worker.restore("b", snapshot)
     with pytest.raises(RequestFailed) as failure:
@@ -268,8 +270,8 @@ def test_a_full_server_refuses_and_a_file_is_not_overwritten(
 def test_a_session_that_changes_during_a_save_is_busy(
     worker: Worker, snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a chunk ends between describing a session and writing it, saving fails with `session_busy`
-    and leaves no file.
+    """If a chunk ends after the session's header is built but before its data is written, saving
+    fails with `session_busy` and leaves no file.
     """
     worker.restore("b", snapshot)
     write = worker.snapshots.write
@@ -310,8 +312,8 @@ def test_a_full_disk_is_an_error_and_no_file_is_left(
 def test_damage_to_the_header_is_refused_or_harmless(
     worker: Worker, snapshot: Path, tmp_path: Path
 ) -> None:
-    """A snapshot with a changed byte in its header either fails with `RequestFailed` or is
-    restored.
+    """If a byte in a snapshot's header is changed, restoring the snapshot either succeeds or fails
+    with a `RequestFailed` whose code is not `engine_error`.
     """
     content = snapshot.read_bytes()
     head = 8 + int.from_bytes(content[:8], "little")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of tensors in a snapshot is validated as strictly as by the safetensors library.
+"""The validation of a snapshot's tensor table is at least as strict as the safetensors library's.
 
-This package reads the table with its own code, not with the library.
+This package reads the table with its own code rather than with the library.
 """
 
 import json
@@ -71,7 +71,7 @@ def whole() -> bytes:
 def test_files_that_the_library_refuses_are_refused(whole: bytes, tmp_path: Path) -> None:
     """This package refuses every file that the safetensors library refuses.
 
-    The test changes each byte of the table in turn, and removes or appends bytes at the end.
+    The test changes each byte of the table in turn, and truncates or extends the file.
     """
     path = tmp_path / "file"
     length = 8 + int.from_bytes(whole[:8], "little")
@@ -111,8 +111,8 @@ def test_files_that_the_library_refuses_are_refused(whole: bytes, tmp_path: Path
 def test_invalid_offsets_are_refused(
     whole: bytes, tmp_path: Path, name: str, entry: dict[str, object]
 ) -> None:
-    """The library and this package both refuse shapes that do not match the number of bytes,
-    unknown dtypes and gaps.
+    """The library and this package both refuse shapes that do not match the byte count, unknown
+    dtypes, missing fields and gaps.
 
     Both also refuse offsets that overlap or lie beyond the end of the file.
     """
@@ -154,8 +154,8 @@ def test_a_large_table_is_refused_before_it_is_decoded(table: bytes, tmp_path: P
 
 
 def test_a_session_that_could_not_be_read_is_not_saved() -> None:
-    """A session with too many tensors or too long tensor names is not saved, because its snapshot
-    could not be read again.
+    """A session with too many tensors or with tensor names that are too long is not saved, because
+    its snapshot could not be read back.
     """
     for names in ([f"{n:x}" for n in range(MAX_OBJECTS)], ["x" * MAX_TABLE_BYTES]):
         tensors = {name: torch.zeros(0) for name in names}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A session that another runner restores from a snapshot continues bit for bit, for every model
-family and type of cache.
+family and cache type.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ SIZES = {
     "abot_world": {"height": 32, "width": 64},
     "dreamx_world": {"height": 64, "width": 96},
 }
-"""Frame sizes of models that do not support the default size of the tests."""
+"""Frame sizes for models that do not support the tests' default size."""
 CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
     "null world": ("null_world", {}, text_chunk, 3),
     "null world of buttons and axes": ("null_world", {"actions": PLAY}, played_chunk, 3),
@@ -130,7 +130,7 @@ DAILY = (
 def test_a_restored_session_continues_bit_for_bit(
     case: str, make_worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
-    """A restored session has the same state and generates the same chunks as its source, bit for
+    """A restored session has the same state as its source and generates the same chunks, bit for
     bit, even after a new prompt.
 
     The restored session runs on another runner under another id.
@@ -155,8 +155,8 @@ def test_a_restored_session_continues_bit_for_bit(
 def test_a_snapshot_during_a_chunk_has_the_state_before_it(
     make_worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
-    """A snapshot that is taken between two denoise steps of a chunk contains the state before that
-    chunk and does not change the session.
+    """A snapshot taken between two denoise steps of a chunk contains the state before that chunk
+    and does not change the session.
     """
     here, there = (
         make_worker("lingbot_world", {"model": SMALL}),
@@ -178,8 +178,8 @@ def test_a_snapshot_during_a_chunk_has_the_state_before_it(
 def test_unknown_and_unstarted_sessions_cannot_be_saved(
     make_worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
-    """Saving an unknown session, or one that has not started, fails with the reason and leaves no
-    file.
+    """Saving an unknown session, or one that has not started, leaves no file and fails with an
+    error that states the reason.
     """
     worker = make_worker("null_world")
     execute(worker.runner, step(new=[new_request("r", session_id="young", prompt="a field")]))
@@ -197,7 +197,7 @@ def test_unknown_and_unstarted_sessions_cannot_be_saved(
 def test_pending_results_are_applied_before_a_snapshot(
     make_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before a snapshot, pending results of the last stage are applied and the GPU is
+    """Before a snapshot, the last stage's pending results are applied and the GPU is
     synchronized.
     """
     worker = make_worker("null_world")

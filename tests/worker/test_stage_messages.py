@@ -14,10 +14,10 @@ from vllm_omni.worker.diffusion.link import ChunkNote, StageNote, padding, toget
     [[(2, 3, 4)], [(1, 5, 7), (6,), (2, 2, 3, 2)], [(3, 4)] * 12, [(), (5,)], [(0, 3), (2, 1)]],
 )
 def test_tensors_are_sent_unsplit(ranks: int, shapes: list[tuple[int, ...]]) -> None:
-    """Tensors are sent as a whole, even those without dimensions or elements.
+    """Tensors are sent whole, including those without dimensions or elements.
 
-    vLLM's worker would split a tensor into shards from different ranks if its length is divisible
-    by the number of ranks.
+    vLLM's worker would split a tensor into shards from different ranks if the tensor's length were
+    divisible by the number of ranks.
     """
     tensors = [torch.randn(shape).transpose(0, -1) for shape in shapes]
     message = together("hidden", tensors, ranks)
@@ -53,7 +53,7 @@ def test_a_stage_note_arrives_with_its_latents(ranks: int) -> None:
     ("ranks", "length", "sent"), [(1, 8, 8), (2, 7, 7), (2, 8, 9), (3, 8, 8), (3, 9, 10)]
 )
 def test_a_single_tensor_is_sent_without_a_copy(ranks: int, length: int, sent: int) -> None:
-    """A single tensor is sent without a copy, unless vLLM would split a tensor of its length."""
+    """A single tensor is sent without a copy unless vLLM would split a tensor of its length."""
     tensor = torch.randn(length)
     message = together("hidden", [tensor], ranks)
     assert message["hidden"].numel() == sent

@@ -23,7 +23,7 @@ from vllm_omni.model_executor.requests import group_states
 )
 def test_requests_with_equal_keys_share_a_batch(keys: str, limit: int, groups: list[str]) -> None:
     """Requests with the same batch key share a batch, up to the size limit. In this test, each
-    letter is the batch key of a request.
+    letter is the batch key of one request.
     """
     model = SimpleNamespace(batch_key=lambda request: request.key)
     chunks = [

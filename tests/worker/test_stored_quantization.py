@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints whose stored weights are quantized, on a CPU: computed by vLLM's kernels, or
-dequantized.
+"""Checkpoints with quantized stored weights, on a CPU: either vLLM's kernels compute with these
+weights, or the weights are dequantized.
 
-The model is Wan 2.2 with both experts from tests/golden/quantized, in every format for which vLLM
-has a CPU kernel. Formats that only GPUs support are refused on a CPU, as tested in
-tests/model_executor/test_checkpoint_quantization.py; benchmarks/fp8.py runs them.
+The model is Wan 2.2 with both experts, from tests/golden/quantized, in every format for which vLLM
+has a CPU kernel. On a CPU, formats that only GPUs support are refused, as tested in
+tests/model_executor/test_checkpoint_quantization.py. benchmarks/fp8.py runs those formats.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("uncompiled")
 
 MakeRunner = Callable[..., Any]
 FP8_ERROR, INT8_ERROR, FP4_ERROR = 0.15, 0.05, 0.4
-"""Allowed relative errors of a video's latents after four steps. The measured errors are 0.064,
+"""Allowed relative errors in a video's latents after four steps. The measured errors are 0.064,
 0.017 and 0.26.
 """
 VIDEO: dict[str, Any] = {
@@ -69,11 +69,11 @@ def test_stored_weights_are_computed_by_kernels_of_vllm(
     name: str,
     allowed: float,
 ) -> None:
-    """A video generated with quantized weights is close but not equal to one from bf16 weights, and
-    is the same after a reload.
+    """A video generated with quantized weights is close to but different from one generated with
+    bf16 weights. The video generated with quantized weights stays the same after a reload.
 
-    vLLM's int8 kernel for AMX retains the original weights. vLLM's oneDNN kernel frees them, so
-    with that kernel a reload is refused and changes nothing.
+    vLLM's int8 kernel for AMX retains the original weights. vLLM's oneDNN kernel frees them, so a
+    reload with that kernel is refused and changes nothing.
     """
     runner = make_runner(with_transformer(pipeline, QUANTIZED / name, tmp_path), dtype="bfloat16")
     found = video(runner)

@@ -20,7 +20,7 @@ NUM_SESSIONS = 4
 
 def play_in_turn(chunk: Any, tight: Worker, roomy: Worker) -> None:
     """Generate three chunks of each session on both workers, alternating between sessions, and
-    check that they are bit-identical.
+    check that the workers' chunks are bit-identical.
     """
     for index in range(3):
         for number in range(NUM_SESSIONS):
@@ -37,8 +37,8 @@ def play_in_turn(chunk: Any, tight: Worker, roomy: Worker) -> None:
 def test_sessions_take_turns_on_the_device(
     make_runner: Any, request: pytest.FixtureRequest, family: str, chunk: Any
 ) -> None:
-    """Four sessions that alternate on a device with memory for two are bit-identical to those on a
-    device with memory for all.
+    """Four sessions that alternate on a device with memory for two generate the same latents, bit
+    for bit, as on a device with memory for all four.
     """
     checkpoint = request.getfixturevalue(family)
     roomy = Worker(make_runner(checkpoint, {}))
@@ -73,7 +73,7 @@ def on_disk(make_runner: Any, lingbot_world: Any, tmp_path: Path) -> tuple[Worke
     """A worker with memory for one session on the device and one on the host, and the size of a
     session in bytes.
 
-    Further sessions are moved to disk.
+    The worker moves additional sessions to disk.
     """
     worker = Worker(make_runner(lingbot_world, {"suspend_idle_s": 0}))
     params = DiffusionParams(session_id="s", prompt="a harbour", output="latents")
@@ -88,10 +88,10 @@ def on_disk(make_runner: Any, lingbot_world: Any, tmp_path: Path) -> tuple[Worke
 def test_sessions_return_from_disk_bit_for_bit(
     on_disk: tuple[Worker, int], make_runner: Any, lingbot_world: Any, tmp_path: Path
 ) -> None:
-    """Four sessions alternate with memory for one on the device and one on the host. Sessions that
-    return from disk continue bit for bit.
+    """Four sessions alternate on a worker with memory for one on the device and one on the host.
+    Sessions that return from disk continue bit for bit.
 
-    A snapshot or a copy of a session that is on disk equals the session.
+    A copy restored from the snapshot of a session on disk is bit-identical to that session.
     """
     (tight, nbytes), roomy = on_disk, Worker(make_runner(lingbot_world, {}))
     play_in_turn(world_chunk, tight, roomy)
@@ -111,8 +111,8 @@ def test_sessions_return_from_disk_bit_for_bit(
 def test_a_damaged_file_fails_its_session_only(on_disk: tuple[Worker, int]) -> None:
     """A damaged file fails only its own session.
 
-    Chunks of this session fail until it is closed, and none of its memory remains allocated on the
-    device.
+    Chunks of this session fail as long as the file is damaged, and none of its memory remains
+    allocated on the device.
     """
     worker, _ = on_disk
     for number in range(3):

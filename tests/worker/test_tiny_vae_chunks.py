@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks that the scheduler degrades to the tiny decoder, in the runner: warm-up, results and
-snapshots.
+"""Chunks that the scheduler degrades to the tiny decoder: warm-up, results and snapshots in the
+runner.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def request(session_id: str, index: int, tiny: bool, name: str = "r") -> Any:
 
 
 def chunk(worker: Worker, session_id: str, index: int, tiny: bool) -> torch.Tensor:
-    """Return the frames of a chunk and check that its metadata reports the degradation."""
+    """Return a chunk's frames and check that the chunk's metadata reports the degradation."""
     result = run_to_end(worker.runner, request(session_id, index, tiny))["r"]
     assert not isinstance(result, RequestFailed), result
     meta, tensors = result
@@ -73,8 +73,8 @@ def decodes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, bool]]:
 def test_the_warm_up_runs_both_decoders(
     make_worker: Callable[[], Worker], decodes: list[tuple[str, int, bool]]
 ) -> None:
-    """The warm-up runs both decoders, so that no stream has to wait for a compilation and the
-    memory of both is measured.
+    """The warm-up runs both decoders, so no stream has to wait for a compilation and the memory use
+    of both is measured.
     """
     wan, tiny = "StreamingWanVAE", "TinyVAEDecoder"
     make_worker()

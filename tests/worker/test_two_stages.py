@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two pipeline stages in one process. Each stage is a runner with a part of the null world's
+"""Two pipeline stages in one process. Each stage is a runner with some of the null world's
 layers.
 """
 
@@ -23,9 +23,9 @@ STEPS = 5
 
 
 class Channel:
-    """Both ends of a return channel. Results have the form in which `ReturnChannel` transfers them.
+    """Both ends of a mock return channel.
 
-    Results are flattened and are transferred batch by batch, in order.
+    As in `ReturnChannel`, results are flattened and transferred batch by batch, in order.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Stages:
         self.last.model.denoise_step = noted
 
     def execute(self, **requests: Any) -> dict[str, Any]:
-        """Run one engine step; return the results of the last stage."""
+        """Run one engine step and return the last stage's results."""
         with torch.inference_mode():
             message = self.first.execute_model(step(**requests))
             self.first.role.listen()
@@ -133,8 +133,8 @@ def stages(make_runner: Any, null_world: Path) -> Stages:
 def test_two_stages_equal_one_rank(
     make_runner: Any, null_world: Path, batch_invariant: bool
 ) -> None:
-    """Chunks of two sessions on two stages equal those of one rank, even if one session starts a
-    step later.
+    """The latents of two sessions' chunks are bit-identical on two stages and on one rank, even if
+    one session starts a step later.
 
     Both stages have the same session state.
     """
@@ -187,8 +187,8 @@ def test_text_embeddings_are_sent_at_the_first_step_only(
 def test_a_request_that_the_first_stage_refuses_is_refused_by_the_last(
     stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the first stage refuses a request, the last stage refuses it too, and neither has a
-    session afterwards.
+    """If the first stage refuses a request, the last stage refuses it too, and neither stage has a
+    session for it afterwards.
 
     The other request continues.
     """
@@ -212,8 +212,8 @@ def test_a_request_that_the_first_stage_refuses_is_refused_by_the_last(
 def test_a_request_that_waits_on_the_first_stage_waits_on_all(
     stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request that waits on the first stage waits on all stages, and no stage prepares it while
-    it waits.
+    """A request that waits on the first stage waits on all stages, and no stage prepares it in the
+    meantime.
     """
     with monkeypatch.context() as patched:
         patched.setattr(
@@ -237,9 +237,9 @@ def test_a_request_that_waits_on_the_first_stage_waits_on_all(
 def test_the_first_stage_determines_the_chunk_index(
     stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first stage determines the index of a chunk.
+    """The first stage determines a chunk's index.
 
-    The stages could otherwise disagree, because a request may omit the index and the last stage may
+    Otherwise the stages could disagree, because a request may omit the index and the last stage may
     commit earlier.
     """
     requested: list[int | None] = []
@@ -259,7 +259,7 @@ def test_a_chunk_that_is_not_finite_is_committed_by_no_stage(stages: Stages) -> 
     """If a chunk's latents are not finite, the last stage detects this and reports it to the first
     stage, and no stage commits the chunk.
 
-    The same chunk can be requested again.
+    The client can request the same chunk again.
     """
     stages.run(chunk("a0", "a", 0))
     before = stages.sessions("a")
@@ -284,7 +284,7 @@ def test_an_exception_in_a_forward_of_several_ranks_is_raised(
     make_runner: Any, null_world: Path
 ) -> None:
     """An exception in a forward pass that several ranks share is raised, because the other ranks
-    wait in collectives and the engine must end.
+    wait in collectives and the engine must stop.
     """
     runner = make_runner(null_world)
     object.__setattr__(runner.parts, "num_ranks", 2)

@@ -36,7 +36,7 @@ class Pair:
         return self.layers, self.vae
 
     def set_parts(self, **parts: Any) -> None:
-        """Recreate the VAE stage with changed fields of its runner's `parts`."""
+        """Recreate the VAE stage with new values for fields in its runner's `parts`."""
         self.vae.parts = replace(self.vae.parts, **parts)
         self.vae.role = self.stage = VAEStage(self.vae.parts)
 
@@ -96,7 +96,7 @@ def test_a_decode_that_fails_after_the_commit_ends_the_session(pair: Pair) -> No
     """If a decode fails after the commit, forks and later chunks of the session are refused until
     the session is reset.
 
-    The reason is that the rank with layers has already committed the chunk.
+    This is necessary because the rank with layers has already committed the chunk.
     """
     pair.close(*pair.chunk(0))
     ours, theirs = pair.chunk(1, options={"fail_in": "decode"})
@@ -108,8 +108,8 @@ def test_a_decode_that_fails_after_the_commit_ends_the_session(pair: Pair) -> No
 
 
 def test_ranks_with_different_chunk_indices_refuse(pair: Pair) -> None:
-    """If the chunk indices of a session differ between ranks, its next chunk is refused. This can
-    happen, for example, if one rank had no memory for a first chunk.
+    """If a session's chunk index differs between ranks, the session's next chunk is refused. For
+    example, the indices can differ if one rank had no memory for a first chunk.
     """
     pair.close(*pair.chunk(0))
     pair.vae.sessions.get("s").chunk_index = 0
@@ -132,7 +132,7 @@ def test_a_failure_of_the_other_rank_arrives_with_its_reason(pair: Pair) -> None
 def test_a_finished_chunk_is_processed_before_its_successor(pair: Pair) -> None:
     """A finished chunk is processed before its successor, whatever their order in the batch.
 
-    The reason is that the other rank counts the chunks of a session in order.
+    This order is required because the other rank counts a session's chunks in order.
     """
     pair.close(*pair.chunk(0))
     (ours, theirs), (our_next, their_next) = pair.admit("r1", 1), pair.admit("r2", 2)
@@ -166,8 +166,8 @@ def test_a_failed_chunk_fails_its_successor_on_both_ranks(pair: Pair) -> None:
 
 
 def test_a_chunk_that_waits_on_the_first_rank_does_not_start(pair: Pair) -> None:
-    """A chunk that waits on the first rank does not start on the VAE stage either, because it could
-    get the wrong index there.
+    """If a chunk waits on the first rank, it does not start on the VAE stage either, because it
+    could get the wrong index there.
     """
     pair.close(*pair.chunk(0))
     ours, theirs = pair.admit("r1", 1)
@@ -215,8 +215,8 @@ def test_the_decode_state_is_sent_once_with_the_final_latents(
 
 
 def test_an_operation_that_the_first_rank_refuses_is_refused(pair: Pair) -> None:
-    """An operation that the first rank refuses is refused on all ranks, for example a fork that
-    does not fit into the first rank's memory.
+    """An operation that the first rank refuses, for example a fork that does not fit into its
+    memory, is refused on all ranks.
     """
     pair.close(*pair.chunk(0))
     fork = new_request("fork", session_id="s", op="fork", fork_to="copy")
@@ -238,8 +238,8 @@ def unreadable(name: str) -> Any:
 
 
 def test_a_chunk_with_a_failed_clean_pass_is_not_delivered(pair: Pair) -> None:
-    """A chunk whose clean-context pass failed is not delivered, even if its frames are already on
-    the host.
+    """If a chunk's clean-context pass fails, the chunk is not delivered, even if its frames are
+    already on the host.
     """
     ours, theirs = pair.admit("r", 0, options={"clean_pass": True})
     for _ in range(STEPS - 1):
@@ -252,8 +252,8 @@ def test_a_chunk_with_a_failed_clean_pass_is_not_delivered(pair: Pair) -> None:
 
 
 def test_the_first_failure_is_kept(pair: Pair) -> None:
-    """If both ranks fail, the first failure is reported. The failure of the other rank arrives
-    later and may be a consequence of the first one.
+    """If both ranks fail, the first failure is reported. The other rank's failure arrives later and
+    may be a consequence of the first one.
     """
     ours, theirs = pair.admit("r", 0)
     ours.failure, theirs.failure = RequestFailed("capacity", "there"), RequestFailed("oom", "here")
@@ -266,8 +266,8 @@ def test_the_first_failure_is_kept(pair: Pair) -> None:
 def test_only_a_starting_chunk_fails_with_session_lost(pair: Pair, started: bool) -> None:
     """Only a chunk that is about to start fails with `session_lost`.
 
-    A lost session can still be closed, and a failure of the other rank is reported with its own
-    reason.
+    A lost session can still be closed. If the request has already failed on the other rank, that
+    failure is reported instead.
     """
     pair.close(*pair.chunk(0))
     if started:
@@ -321,7 +321,7 @@ def test_ranks_of_a_shared_decode_fail_together(pair: Pair, others_fine: bool) -
     """Ranks that share a decode fail together, because they agree on success or failure before the
     clean-context pass.
 
-    The chunk can be requested again.
+    The client can request the chunk again.
     """
     share_decode(pair, others_fine)
     ours, theirs = pair.admit("r", 0, options={"clean_pass": True})
@@ -334,7 +334,7 @@ def test_ranks_of_a_shared_decode_fail_together(pair: Pair, others_fine: bool) -
 
 def test_an_error_in_a_shared_decode_of_the_vae_stage_is_raised(pair: Pair) -> None:
     """An error in a decode that the VAE stage shares with other ranks is raised, because those
-    ranks wait in collectives and the engine must end.
+    ranks wait in collectives and the engine must stop.
     """
     share_decode(pair, True)
     ours, theirs = pair.admit("r", 0, options={"clean_pass": True, "fail_in": "decode"})
@@ -346,8 +346,8 @@ def test_an_error_in_a_shared_decode_of_the_vae_stage_is_raised(pair: Pair) -> N
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_several_ranks_send_a_failure_only_after_agreeing_on_it(pair: Pair, ranks: int) -> None:
-    """If there are several ranks, a failure that one of them detects early is sent only after all
-    of them have agreed on it.
+    """If there are several ranks and one of them detects a failure early, the failure is sent only
+    after all of them have agreed on it.
     """
     ours, _ = pair.admit("r", 0, options={"nan_at": 3, "clean_pass": True})
     with torch.inference_mode():

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The warm-up: the chunks that it runs, the byte limit on sessions that it sets, and the partition
-of layers by measured times.
+"""The warm-up: the chunks that it runs, the session byte limit that it sets, and the layer
+partition that it derives from measured times.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ from vllm_omni.worker.diffusion.warm_up import rebalance, warm_up
 
 
 def admitted(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[RequestState]:
-    """Record the requests that are admitted from now on."""
+    """A list of the requests admitted from now on."""
     found: list[RequestState] = []
     admit = runner.admission.admit
 
@@ -37,7 +37,7 @@ def admitted(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[RequestState]
 def test_a_warm_up_sets_the_byte_limit_of_sessions(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The warm-up sets the byte limit on sessions to the lowest budget of any rank, but at most to
+    """The warm-up sets the session byte limit to the lowest budget on any rank, capped at
     `max_session_bytes`.
 
     No session remains after the warm-up.
@@ -121,8 +121,8 @@ def test_a_warm_up_decodes_the_largest_shared_batch(
     model_allows: int,
     together: list[int],
 ) -> None:
-    """The warm-up decodes its last chunk in the largest batch that is allowed by the model and by
-    the limits on sessions and on requests per step.
+    """The warm-up decodes its last chunk in the largest batch that the model, the session limit and
+    the limit on requests per step allow.
     """
     runner = make_runner(lingbot_world, {"batch_invariant": False, **omni})
     found = admitted(runner, monkeypatch)
@@ -135,8 +135,8 @@ def test_a_warm_up_decodes_the_largest_shared_batch(
 
 
 def test_a_later_stage_uses_the_received_tensors_in_the_warm_up() -> None:
-    """In the warm-up, a later stage exchanges tensors through vLLM's messages and receives results
-    after it has sent them.
+    """In the warm-up, a later stage exchanges tensors through vLLM's messages, and starts to
+    receive results only after it has sent its tensors.
     """
     tp, sent, seen = object(), {"hidden": torch.ones(1)}, []
     received = {"hidden": torch.zeros(1)}
@@ -173,10 +173,9 @@ def test_a_measured_partition_requires_movable_layers(make_runner: Any, null_wor
 
 
 class Pipeline:
-    """One rank of a pipeline that has two stages of two ranks each and another rank that only
-    decodes.
+    """One rank of a pipeline with two stages of two ranks each and one more rank that only decodes.
 
-    `times` are the measured times of the other ranks.
+    `times` holds the other ranks' measured times.
     """
 
     def __init__(
@@ -231,8 +230,8 @@ def test_layers_move_to_balance_the_stages(
     rest: list[tuple[int, float, int, float]],
     partition: list[int],
 ) -> None:
-    """Layers move between stages to balance the stages' median step times. The times of a VAE stage
-    do not count.
+    """Layers move between stages to balance the stages' costs, which are their median step times
+    and their decode times. A VAE stage's times are ignored.
     """
     step_ms, decode_ms = mine
     pipeline = Pipeline(monkeypatch, others(*rest, (2, 0.0, 1, 1000.0)))
@@ -268,7 +267,8 @@ def test_one_stage_keeps_all_layers(make_runner: Any, causal_wan: Path) -> None:
 
 
 def test_memory_of_moved_layers_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of layers that have moved away is freed before the session budget is measured.
+    """The memory of layers that have moved to another stage is freed before the session budget is
+    measured.
 
     The allocator's cache is emptied after the device has been synchronized.
     """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watchdogs in real processes: one rank is stopped or killed, all ranks are stopped, or the engine
-shuts down.
+"""Watchdogs in real processes: what happens when one rank is stopped or killed, when all ranks are
+stopped, and when the engine shuts down.
 """
 
 import os
@@ -65,7 +65,7 @@ def ranks() -> Iterator[list[subprocess.Popen[str]]]:
 def test_all_ranks_exit_when_one_is_stopped_or_killed(
     ranks: list[subprocess.Popen[str]], how: signal.Signals
 ) -> None:
-    """When one rank is stopped or killed, all other ranks exit. A stopped rank is also killed."""
+    """If one rank is stopped or killed, all other ranks exit. A stopped rank is also killed."""
     pause(0.6)
     start = time.monotonic()
     ranks[1].send_signal(how)
@@ -76,10 +76,10 @@ def test_all_ranks_exit_when_one_is_stopped_or_killed(
 
 @pytest.mark.nightly
 def test_no_rank_exits_after_all_were_stopped(ranks: list[subprocess.Popen[str]]) -> None:
-    """No rank exits after all ranks were stopped for longer than the timeout, for example by
+    """No rank exits after all ranks have been stopped for longer than the timeout, for example with
     Ctrl-Z.
 
-    No rank ends with an error if the ranks shut down one after another.
+    If the ranks shut down one after another, none of them exits with an error.
     """
     pause(1)
     for process in ranks:

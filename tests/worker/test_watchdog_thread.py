@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watchdog of one rank: its datagrams and timeouts, and how it ends the process.
+"""One rank's watchdog: its datagrams and timeouts, and how it ends the process.
 
-These tests only record that the process would exit.
+The tests only record the exit code that the process would have returned.
 """
 
 import os
@@ -33,15 +33,15 @@ from vllm_omni.worker.diffusion.liveness import (
 
 pytestmark = [
     pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning"),
-    # by `exits`
+    # raised by `exits`
     pytest.mark.filterwarnings("ignore:(?s)Exception in thread RankWatchdog.*SystemExit"),
 ]
 TOKEN, RANK, BEAT_S = b"token of sixteen", 258, 0.1
 HERE, ELSEWHERE = "this machine", "another machine"
 NO_PROCESS = 2**30
-"""A process id that is larger than any real process id."""
+"""A process id larger than any real process id."""
 SOON_S = 20.0
-"""Timeout in seconds that suffices even on a busy machine."""
+"""A timeout in seconds that suffices even on a busy machine."""
 
 
 def bound() -> socket.socket:
@@ -53,7 +53,7 @@ def bound() -> socket.socket:
 
 @pytest.fixture
 def exits(monkeypatch: pytest.MonkeyPatch) -> "queue.Queue[int]":
-    """A queue of the codes with which this process would exit. In the tests, only the calling
+    """A queue of the exit codes that this process would return. In the tests, only the calling
     thread ends.
     """
     codes: queue.Queue[int] = queue.Queue()
@@ -68,7 +68,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> "queue.Queue[int]":
 
 @pytest.fixture
 def process() -> Iterator["subprocess.Popen[bytes]"]:
-    """A real process that stands for another rank."""
+    """A real process that stands in for another rank."""
     sleeping = subprocess.Popen(["sleep", "600"])
     yield sleeping
     sleeping.kill()
@@ -78,7 +78,7 @@ def process() -> Iterator["subprocess.Popen[bytes]"]:
 @pytest.fixture
 def watch() -> Iterator[Callable[..., Watchdog]]:
     """Return a function that starts watchdogs: `watch(*peers, timeout_s=..., listen=...)`. The
-    fixture stops them.
+    fixture stops them afterwards.
     """
     dogs: list[Watchdog] = []
 
@@ -109,7 +109,7 @@ def beat(rank: int, token: bytes = TOKEN) -> bytes:
 def test_every_other_rank_receives_a_datagram_per_beat(watch: Callable[..., Watchdog]) -> None:
     """The watchdog sends one datagram per beat to every other rank.
 
-    Neither an invalid address of a rank nor received datagrams change this interval.
+    Neither an invalid rank address nor received datagrams change this interval.
     """
     first, second = bound(), bound()
     unreachable = PeerRank(1, NO_PROCESS, ELSEWHERE, ("127.0.0.1", 0))
@@ -173,10 +173,10 @@ def test_an_ended_process_is_detected_within_a_few_beats(
     process: "subprocess.Popen[bytes]",
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """If a rank's process on this machine has ended, the watchdog detects this within a few beats
-    instead of after the timeout.
+    """If a rank's process on this machine has ended, the watchdog detects this within a few beats,
+    without waiting for the timeout.
 
-    A live rank and a remote rank are unaffected.
+    Live ranks and remote ranks are unaffected.
     """
     address = bound().getsockname()
     living = PeerRank(1, os.getpid(), HERE, address)
@@ -194,8 +194,8 @@ def test_an_ended_process_is_detected_within_a_few_beats(
 def test_an_orderly_shutdown_ends_no_process(
     watch: Callable[..., Watchdog], exits: "queue.Queue[int]", process: "subprocess.Popen[bytes]"
 ) -> None:
-    """An orderly shutdown kills no process. The watchdog's thread ends and closes its file
-    descriptors.
+    """If the watchdog is stopped soon after another rank has ended, as in an orderly shutdown, this
+    process does not exit. The watchdog thread ends and closes its file descriptors.
     """
     address = bound().getsockname()
     before = set(os.listdir("/proc/self/fd"))
@@ -214,9 +214,9 @@ def test_an_orderly_shutdown_ends_no_process(
 def test_only_datagrams_with_the_token_count(
     watch: Callable[..., Watchdog], exits: "queue.Queue[int]", caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only datagrams with the engine's token count as signs of life.
+    """Only datagrams that contain the engine's token count as signs of life.
 
-    In this test, one rank sends the engine's token and counts as alive, and another one sends a
+    In this test, one rank sends the engine's token and counts as alive. Another rank sends a
     different token.
     """
     address = bound().getsockname()
@@ -234,8 +234,8 @@ def test_only_datagrams_with_the_token_count(
 
 
 class DelayedSocket(socket.socket):
-    """A socket that delays its first send by more than four beats, as after a pause of the
-    machine.
+    """A socket that delays its first send by more than four beats, as if the machine had been
+    paused.
     """
 
     delay_s = 0.0
@@ -269,8 +269,8 @@ def test_steps_are_served_by_the_first_rank_of_the_last_stage(
 
 
 class Groups:
-    """A mock of vLLM's process groups on the second of four ranks, with two pipeline stages on
-    `machines`.
+    """A mock of vLLM's process groups as seen by the second of four ranks, with two pipeline stages
+    on `machines`.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *machines: str) -> None:
@@ -292,7 +292,7 @@ class Groups:
             found[:] = [self.of(0, mine), mine]
 
     def of(self, rank: int, mine: Any) -> Any:
-        """Return the object that rank `rank` contributes to a collective."""
+        """Return the object that `rank` contributes to a collective."""
         machine = self.machines[rank // 2]
         if isinstance(mine, str):
             return machine
@@ -330,8 +330,8 @@ def test_ranks_exchange_addresses_and_a_token(
 ) -> None:
     """Ranks exchange their addresses, and all use the token of rank 0.
 
-    If all ranks are on one machine, they listen on the loopback interface; otherwise each rank
-    listens on the address of its host.
+    If all ranks are on one machine, they listen on the loopback interface. Otherwise each rank
+    listens on its host's address.
     """
     here = machine_id()
     groups = Groups(monkeypatch, here, "another machine" if other_machine else here)

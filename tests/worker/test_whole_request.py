@@ -27,7 +27,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Doubler(StepPipeline):
-    """A model that doubles the tensor `x`. The options of a request can select a failure."""
+    """A model that doubles the tensor `x`. A request's options can select a failure."""
 
     supports_step_execution = False
 
@@ -64,7 +64,9 @@ FAMILY = dataclasses.replace(
 
 @pytest.fixture
 def doubler(tmp_path: Path, null_world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint of the family `doubler`, registered through vLLM's public registry."""
+    """A checkpoint of the `doubler` model family. Its model class is registered with vLLM's public
+    registry.
+    """
     ModelRegistry.register_model("Doubler", Doubler)
     monkeypatch.setitem(registry._FAMILY_MODULES, "doubler", __name__)
     shutil.copyfile(null_world / "model.safetensors", tmp_path / "model.safetensors")
@@ -77,7 +79,7 @@ def test_the_runner_serves_a_model_without_steps(
 ) -> None:
     """For a model that does not implement steps, one request takes one engine step.
 
-    A failure affects only its own request, and a log line names the model's method that runs.
+    A failure affects only its own request. A log line names the model method that runs.
     """
     said: list[str] = []
     monkeypatch.setattr(whole_request.logger, "info", lambda text, *args: said.append(text % args))

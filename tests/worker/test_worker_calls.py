@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DiffusionWorkerMixin` on a mock of the stock worker, with a runner in this process."""
+"""`DiffusionWorkerMixin` on a mock of the stock worker, with a runner in the same process."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from vllm_omni.worker.diffusion.worker import DiffusionWorkerMixin
 
 
 class Stock:
-    """A mock of vLLM's worker that records its calls."""
+    """A mock of vLLM's worker that records the calls it receives."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.use_v2_model_runner = True
@@ -50,8 +50,8 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_worker_disables_the_v2_model_runner(worker: Any) -> None:
-    """The worker disables vLLM's V2 model runner, because the diffusion runner belongs to neither
-    of vLLM's two runner generations.
+    """The worker disables vLLM's V2 model runner, because the diffusion runner is neither of vLLM's
+    own model runners (V1 and V2).
     """
     assert worker.calls == [(("config",), {"rank": 3})]
     assert worker.use_v2_model_runner is False
@@ -94,9 +94,9 @@ def test_a_reload_invalidates_the_weights_digest(worker: Any) -> None:
 def test_a_rank_reports_whether_its_exceptions_reach_the_engine(
     worker: Any, monkeypatch: pytest.MonkeyPatch, responses: bool
 ) -> None:
-    """An exception on the rank that returns results to the engine ends the step.
+    """The worker tells `failing_together` whether exceptions on this rank reach the engine.
 
-    The engine does not receive exceptions from other ranks. A rank starts to receive results after
+    Only exceptions on the rank that returns results do so. A rank starts receiving results after
     the step.
     """
     heard: list[bool] = []
@@ -131,7 +131,8 @@ def test_ranks_watch_each_other_from_the_warm_up_to_the_shutdown(
 ) -> None:
     """Ranks watch each other from the warm-up to the shutdown.
 
-    A single rank has no watchdog. With several ranks, `rank_timeout_s` None disables it.
+    A single rank has no watchdog. If there are several ranks, setting `rank_timeout_s` to None
+    disables the watchdog.
     """
     seen: list[Any] = []
     used: list[int] = []
@@ -162,7 +163,7 @@ def test_ranks_watch_each_other_from_the_warm_up_to_the_shutdown(
 def test_every_rank_has_the_paths_of_all_and_the_first_logs_them(
     worker: Any, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    """A fast path that is unavailable on one rank is off on every rank, and the first rank logs all
+    """A fast path that is unavailable on one rank is off on every rank. The first rank logs all
     fast paths.
     """
     on, off = FastPath("a", "slow"), FastPath("a", "slow", "it is missing")
@@ -182,7 +183,7 @@ def test_every_rank_has_the_paths_of_all_and_the_first_logs_them(
 
 
 def test_device_memory_is_reported_on_a_gpu(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU worker reports device memory, and a CPU worker reports none."""
+    """A GPU worker reports its device memory. A CPU worker reports none."""
     assert worker.device_memory() == {}
     worker.device = torch.device("cuda", 1)
     responses = {

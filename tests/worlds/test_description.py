@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values in a checkpoint's `world.json` become option values, and invalid values are refused."""
+"""Values in a checkpoint's `world.json` become option values. Invalid values are refused."""
 
 import json
 from pathlib import Path
@@ -87,8 +87,8 @@ def test_a_world_description_overrides_the_default_size_of_the_model(tmp_path: P
 def test_the_description_fills_in_what_the_user_left_open(
     tmp_path: Path, given: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    """The description sets the frame size and the model options that the user has not set. Other
-    keys do not change.
+    """The description sets the frame size and model options that the user has not set. It leaves
+    other keys unchanged.
     """
     assert with_defaults({"omni": given, "other": 1}, description(tmp_path)) == {
         "omni": expected,
@@ -97,8 +97,8 @@ def test_the_description_fills_in_what_the_user_left_open(
 
 
 def test_a_size_it_was_not_trained_for_is_named(tmp_path: Path) -> None:
-    """If the frame size is one that the world was not trained for, a warning lists the sizes that
-    it was trained for.
+    """If the world was not trained for the frame size, a warning lists the sizes that it was
+    trained for.
     """
     found = description(tmp_path)
     assert found.untrained_size(160, 96) is None
@@ -109,7 +109,7 @@ def test_a_size_it_was_not_trained_for_is_named(tmp_path: Path) -> None:
 
 
 def test_clients_receive_the_description_without_tour_and_model_options(tmp_path: Path) -> None:
-    """Clients receive the world description, except for the tour and the model options."""
+    """Clients receive the world description without the tour, the model options and the domain."""
     reported = description(tmp_path).as_hello()
     assert reported["prompts"][1] == {"name": "snow", "text": "in the snow"}
     assert reported["sizes"] == ((80, 48), (160, 96)) or reported["sizes"] == [[80, 48], [160, 96]]
@@ -142,8 +142,8 @@ def test_clients_receive_the_description_without_tour_and_model_options(tmp_path
 def test_invalid_descriptions_are_rejected(
     tmp_path: Path, changes: dict[str, Any], complaint: str
 ) -> None:
-    """An invalid description is refused with a one-line error that contains the invalid value.
-    Files outside the checkpoint directory are refused too.
+    """An invalid description is refused with a one-line error that names the faulty field, value or
+    file. Files outside the checkpoint directory are also refused.
     """
     with pytest.raises(ValueError, match=complaint) as caught:
         read_description(write(tmp_path, **changes))
@@ -151,7 +151,7 @@ def test_invalid_descriptions_are_rejected(
 
 
 def test_a_link_out_of_the_directory_is_refused(tmp_path: Path) -> None:
-    """A symbolic link that leads out of the checkpoint is refused, because a served image must be
+    """A symbolic link to a target outside the checkpoint is refused, because a served image must be
     inside the checkpoint.
     """
     secret = tmp_path / "secret.png"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damaged checkpoint directories are detected with their manifest.
+"""A manifest detects damage in a checkpoint directory.
 
-The one-line error names the command that writes the directory again.
+The one-line error names the command that rewrites the directory.
 """
 
 import json
@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_whole_directory_passes(folder: Path) -> None:
-    """A complete directory passes the check. The manifest lists every file but itself, and
+    """A complete directory passes the check. The manifest lists every file except itself, and
     additional files are ignored.
     """
     manifest = read_manifest(folder)
@@ -33,7 +33,7 @@ def test_a_whole_directory_passes(folder: Path) -> None:
 
 
 def test_a_directory_without_manifest_is_not_checked(tmp_path: Path) -> None:
-    """A directory without a manifest is not checked, because checkpoints of other projects have
+    """A directory without a manifest is not checked, because other projects' checkpoints have
     none.
     """
     assert read_manifest(tmp_path) is None
@@ -54,7 +54,7 @@ def test_a_directory_without_manifest_is_not_checked(tmp_path: Path) -> None:
 )
 def test_a_damaged_file_is_one_line(folder: Path, damage: object, what: str) -> None:
     """The error for a damaged file is one line that names the file, the damage and the command that
-    writes the directory again.
+    rewrites the directory.
     """
     assert callable(damage)
     damage(folder / "weights" / "a.bin")
@@ -83,7 +83,7 @@ def test_a_damaged_file_is_one_line(folder: Path, damage: object, what: str) -> 
     ],
 )
 def test_a_broken_manifest_is_refused(tmp_path: Path, content: str) -> None:
-    """A broken manifest is refused, and so is one that names files outside its directory."""
+    """A broken manifest is refused, and so is a manifest that names files outside its directory."""
     (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(ValueError, match=r"manifest\.json cannot be read: "):
         check_files(tmp_path)

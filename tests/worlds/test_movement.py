@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Controls move a camera, which first turns and then walks. A wall stops the camera or makes it
-slide along the wall.
+"""Controls first turn a camera and then move it. A wall stops the camera or makes it slide along
+the wall.
 """
 
 from pathlib import Path
@@ -21,7 +21,9 @@ STEP = 0.5
 
 
 def _grid() -> OccupancyGrid:
-    """Return a free grid of 20 m with cells of 10 cm and a wall everywhere north of z = 5."""
+    """Return a 20 m grid with 10 cm cells that is free except for a wall everywhere north of
+    z = 5.
+    """
     cells = torch.zeros(200, 200, dtype=torch.bool)
     cells[:50] = True
     return OccupancyGrid(cells, 20.0)
@@ -47,7 +49,7 @@ def _walk(pose: torch.Tensor, keys: str, count: int, grid: OccupancyGrid | None)
 )
 def test_movement_keys_walk_along_the_view(keys: str, x: float, z: float) -> None:
     """Movement keys walk along the view: facing north, forward adds to z and right adds to x.
-    Opposite keys cancel.
+    Opposite keys cancel out.
     """
     pose = _walk(world_pose(0, 0, 0), keys, 1, None)
     assert pose[:3, 3].tolist() == pytest.approx([x, 0.0, z], abs=1e-5)
@@ -69,8 +71,8 @@ def test_looking_up_neither_slows_nor_lifts_a_walker() -> None:
 
 @pytest.mark.parametrize(("start", "end"), [(0, 40), (38, 38), (60, 60)])
 def test_a_world_limits_how_far_a_camera_looks_up(start: float, end: float) -> None:
-    """The key to look up has no effect beyond the world's pitch limit. A camera that starts beyond
-    the limit can look back down.
+    """The look-up key has no effect beyond the world's pitch limit. A camera that starts beyond the
+    limit can still look back down.
     """
     poses, pitch = world_pose(0, 0, 0, start)[None], torch.tensor([start], dtype=torch.float64)
     for _ in range(20):
@@ -90,8 +92,8 @@ def test_a_wall_ends_a_straight_walk() -> None:
 
 
 def test_a_walker_slides_along_a_wall() -> None:
-    """A camera that walks into a wall at 45 degrees keeps the component of its step along the
-    wall.
+    """A camera that walks into a wall at 45 degrees keeps the component of its step that runs along
+    the wall.
     """
     pose = _walk(world_pose(0, 4.9, 45), "w", 8, _grid())
     assert float(pose[2, 3]) < 5.0
@@ -99,8 +101,8 @@ def test_a_walker_slides_along_a_wall() -> None:
 
 
 def test_nothing_is_jumped_over_at_the_largest_speed() -> None:
-    """At the highest speed, a wall that is 60 cm thick still stops a camera, although the camera
-    moves 4 m (eight steps) per latent frame.
+    """Even at the highest speed, at which the camera moves 4 m (eight steps) per latent frame, a
+    wall 60 cm thick stops it.
     """
     cells = torch.zeros(200, 200, dtype=torch.bool)
     cells[60:66] = True
@@ -116,8 +118,8 @@ def test_nothing_is_jumped_over_at_the_largest_speed() -> None:
 
 
 def test_a_walker_inside_an_obstacle_can_leave_it() -> None:
-    """A camera inside an obstacle can leave it, because the pose of a start image or of a client
-    may be in a blocked cell.
+    """A camera inside an obstacle can leave it, because a start image's pose or a client's pose may
+    be in a blocked cell.
     """
     pose = _walk(world_pose(0, 6, 180), "w", 4, _grid())
     assert float(pose[2, 3]) == pytest.approx(4.0, abs=1e-3)
@@ -145,8 +147,8 @@ def test_cameras_move_independently_of_each_other() -> None:
 
 
 def test_a_grid_survives_its_file(tmp_path: Path) -> None:
-    """A grid that is written to an image file is read back unchanged. The first row of the image is
-    the northernmost one, and black cells are blocked.
+    """A grid written to an image file is unchanged when it is read back. The first row of the image
+    is the northernmost one, and black cells are blocked.
     """
     cells = torch.rand(30, 40, generator=torch.Generator().manual_seed(3)) < 0.4
     OccupancyGrid(cells, 12.0).write(tmp_path / "grid.png")

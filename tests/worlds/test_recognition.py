@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A world's start images are recognised even after they were recompressed or resized, and other
-images are not.
+"""A world's start images are recognised even after recompression or resizing, and other images are
+not.
 """
 
 import importlib.resources
@@ -63,9 +63,9 @@ def test_a_start_image_is_recognised(
     quality: int | None,
 ) -> None:
     """A start image is recognised even as a low-quality JPEG, at half or double size, or stretched
-    as the endpoints do.
+    in the way that the endpoints stretch images.
 
-    The three styles of an image are distinguished.
+    The three styles of the same image are distinguished.
     """
     image = start_image(description, index)
     image = image.resize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The world in the package is complete and has a description, and it can be written to any
+"""The world in the package is complete and has a description, and users can write it to any
 directory.
 """
 
@@ -29,14 +29,14 @@ WEIGHTS = (
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    """Return the output of `vllm-omni make-world OUT`."""
+    """Return the directory written by `vllm-omni make-world OUT`."""
     make_world.write_world(tmp_path / "world")
     return tmp_path / "world"
 
 
 def test_everything_is_there_and_small(village: Path) -> None:
-    """Every file in the world's directory is listed in its manifest, and together the files take up
-    at most 25 MB.
+    """The world's manifest lists every other file in its directory, possibly except `README.md`.
+    All files together take up at most 25 MB.
     """
     manifest = read_manifest(village)
     assert manifest is not None
@@ -47,8 +47,8 @@ def test_everything_is_there_and_small(village: Path) -> None:
 
 
 def test_the_description_fits_the_files(village: Path) -> None:
-    """Start images have the size that the world was trained for, and the tour's video has as many
-    frames as the tour.
+    """Start images have the frame size that the world was trained for, and the tour video has as
+    many frames as the tour.
     """
     description = read_description(village)
     assert description is not None
@@ -68,7 +68,9 @@ def test_the_description_fits_the_files(village: Path) -> None:
 def test_make_world_writes_identical_files(
     village: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`make-world` writes identical files and prints the command that serves them."""
+    """`make-world` writes files identical to those in the package and prints the command that
+    serves them.
+    """
     written = tmp_path / "world"
     with pytest.raises(SystemExit, match="0"):
         main(["make-world", str(written)])
@@ -85,8 +87,8 @@ def test_make_world_refuses_a_directory_that_is_not_empty(tmp_path: Path) -> Non
 
 
 def test_serving_it_needs_no_option(written: Path) -> None:
-    """Serving the world requires no option: the defaults are the frame size used in training, the
-    world's own decoder and the focal length that the keys assume.
+    """No options are required to serve the world: the defaults are the frame size used in training,
+    the world's own decoder and the focal length that the keys assume.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -109,8 +111,8 @@ def test_serving_it_needs_no_option(written: Path) -> None:
 def test_a_size_it_was_not_trained_for_is_warned_of(
     written: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With a frame size that the world was not trained for, the server starts and logs a warning
-    that states the size used in training.
+    """If the frame size is one that the world was not trained for, the server starts and logs a
+    warning that states the size used in training.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -129,8 +131,8 @@ def test_a_size_it_was_not_trained_for_is_warned_of(
 
 @pytest.mark.parametrize("name", [*WEIGHTS, "transformers/config.json", "world.json"])
 def test_a_damaged_copy_is_refused_before_anything_starts(written: Path, name: str) -> None:
-    """A damaged copy is refused before a process starts, with a one-line error that names the file
-    and the command that writes it again.
+    """A damaged copy is refused before any process starts, with a one-line error that names the
+    file and the command that rewrites it.
     """
     (written / name).write_bytes((written / name).read_bytes()[:-1])
     with pytest.raises(CommandError, match=r"is damaged .*`vllm-omni make-world DIR`$") as caught:

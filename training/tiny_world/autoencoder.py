@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan 2.1's video autoencoder for whole clips, which is fast to train and uses the original's
-parameter names.
+"""An implementation of Wan 2.1's video autoencoder for whole clips. It is fast to train and uses
+the original parameter names.
 
 The frames of all clips form one batch of images. A causal convolution over time is a 2-D
-convolution over three frames that are concatenated along the channels. As in the original, the
-first latent frame skips the convolutions that change the frame rate, and those of the decoder see
-zeros before the second latent frame. The results equal those of the streaming autoencoder in the
-serving package. Tested by tests/training/tiny_world/test_autoencoder.py.
+convolution over three frames concatenated along the channel axis. As in the original, the first
+latent frame skips the convolutions that change the frame rate, and in the decoder, these
+convolutions see zeros before the second latent frame. The results equal those of the streaming
+autoencoder in the serving package. Tested by tests/training/tiny_world/test_autoencoder.py.
 """
 
-# B clips, T frames, C channels, H, W pixels, h, w latent cells
+# B clips, T frames, C channels, H, W pixels, h, w latent positions
 
 import itertools
 import math
@@ -28,7 +28,7 @@ _DOWN_IN_TIME = (False, True, True)
 
 
 class Frames:
-    """Images [B T, C, H, W] of `clips` clips, ordered by clip and then by time."""
+    """Images of `clips` clips, ordered by clip and then by time. Shape: [B T, C, H, W]."""
 
     def __init__(self, pixels: torch.Tensor, clips: int) -> None:
         self.pixels, self.clips = pixels, clips
@@ -49,8 +49,8 @@ def _merge(clips_BTCHW: torch.Tensor) -> torch.Tensor:
 
 
 class CausalConv3d(nn.Module):
-    """A convolution over a frame and the two before it (kernel 3 in time) or over single frames
-    (kernel 1).
+    """A convolution over a frame and its two predecessors (temporal kernel size 3) or over single
+    frames (temporal kernel size 1).
     """
 
     def __init__(self, inputs: int, outputs: int, kernel: tuple[int, int, int]) -> None:
@@ -72,7 +72,7 @@ class CausalConv3d(nn.Module):
         return x.like(self._convolve([history[:, tap : tap + x.length] for tap in range(taps)]))
 
     def every_second(self, x: Frames) -> Frames:
-        """Return frames 2, 4, ... of the result, without any padding."""
+        """Return frames 2, 4, ... of the result, without padding."""
         clips = x.split()
         count = (x.length - 1) // 2
         return x.like(self._convolve([clips[:, tap : tap + 2 * count - 1 : 2] for tap in range(3)]))
@@ -123,7 +123,7 @@ class ResidualBlock(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention over the cells of each frame."""
+    """Self-attention over the spatial positions in each frame."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Attention(nn.Module):
 
 
 class Resample(nn.Module):
-    """Halve or double the height and width of the frames and, with `in_time`, their rate."""
+    """Halve or double the frame height and width and, with `in_time`, the frame rate."""
 
     def __init__(self, channels: int, *, down: bool, in_time: bool) -> None:
         super().__init__()
@@ -238,8 +238,9 @@ class Decoder(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """Encodes pixels [B, T, 3, H, W] in [-1, 1], T = 1 + 4 n, to latents [B, 1 + n, 16, H/8, W/8],
-    and decodes latents to pixels.
+    """Encodes pixels to latents, and decodes latents to pixels.
+
+    Pixels are [B, T, 3, H, W] in [-1, 1], where T = 1 + 4 n. Latents are [B, 1 + n, 16, H/8, W/8].
 
     The latents are normalised as the transformer expects. `export.py` folds Wan's fixed
     normalisation into `conv1` and `conv2`.
@@ -252,14 +253,16 @@ class Autoencoder(nn.Module):
         self.conv2 = CausalConv3d(LATENT_CHANNELS, LATENT_CHANNELS, (1, 1, 1))
 
     def moments(self, pixels_BTCHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mean and the log-variance of the posterior, each fp32 [B, 1 + n, 16, h, w]."""
+        """Return the posterior's mean and log-variance, each fp32 [B, 1 + n, 16, h, w]."""
         clips = len(pixels_BTCHW)
         encoded = self.conv1(self.encoder(Frames(_merge(pixels_BTCHW), clips))).split().float()
         mean, log_variance = encoded.chunk(2, dim=2)
         return mean, log_variance.clamp(-12.0, 4.0)
 
     def decode(self, latents_BTCHW: torch.Tensor) -> torch.Tensor:
-        """Decode latents to pixels, fp32 [B, 1 + 4 n, 3, H, W], without clamping them."""
+        """Decode latents to pixels without clamping the pixels. Shape: fp32
+        [B, 1 + 4 n, 3, H, W].
+        """
         clips = len(latents_BTCHW)
         return self.decoder(self.conv2(Frames(_merge(latents_BTCHW), clips))).split().float()
 
@@ -267,8 +270,8 @@ class Autoencoder(nn.Module):
 def with_latents_scaled(
     state: dict[str, torch.Tensor], centre_C: torch.Tensor, scale_C: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Return the state dict of the same autoencoder with latents (z - centre) / scale. Only `conv1`
-    and `conv2`, the convolutions over single latent cells, change.
+    """Return a state dict of the same autoencoder whose latents are (z - centre) / scale. Only the
+    pointwise convolutions, `conv1` and `conv2`, change.
     """
     out = {name: value.clone() for name, value in state.items()}
     own = slice(0, LATENT_CHANNELS)
@@ -280,7 +283,7 @@ def with_latents_scaled(
 
 
 def load_autoencoder(path: Path, device: torch.device | str) -> Autoencoder:
-    """Load the trained autoencoder from a `vae.pt`, with frozen parameters."""
+    """Load the trained autoencoder from a `vae.pt` file, with frozen parameters."""
     weights = torch.load(path, map_location="cpu", weights_only=True)
     model = Autoencoder(width=len(weights["encoder.conv1.bias"]))
     model.load_state_dict(weights)
@@ -289,7 +292,7 @@ def load_autoencoder(path: Path, device: torch.device | str) -> Autoencoder:
 
 def load_decoder(path: Path, device: torch.device | str) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that decodes latents [B, n, 16, h, w] to video [B, 3, 4 n - 3, H, W] in
-    about [-1, 1]. Gradients pass through it.
+    approximately [-1, 1]. Gradients pass through it.
     """
     model = load_autoencoder(path, device)
     return lambda latents: model.decode(latents).transpose(1, 2)

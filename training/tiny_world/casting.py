@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Casts rays into the village: finds the bodies near a camera, and what each ray hits first.
+"""Casts rays into the village: finds the bodies near a camera and the first body that each ray
+hits.
 
-Every body is repeated in the periodic ground plane, and the camera is at the origin. `cast` is
-written for torch's compiler, which turns it into one fused reduction over the bodies. Tested by
+Every body repeats periodically in the ground plane. The camera is at the origin. `cast` is written
+for torch's compiler, which turns it into one fused reduction over the bodies. Tested by
 tests/training/tiny_world/test_render.py.
 """
 
@@ -15,9 +16,9 @@ import torch
 from training.tiny_world.village import EYE_HEIGHT, PERIOD, Village, wrap
 
 FAR = 1e4
-"""Distance in metres that is reported for rays that hit no body."""
+"""Distance in metres reported for rays that hit no body."""
 _NEAREST = (52, 28)
-"""Numbers of the nearest polyhedra and ellipsoids that are rendered in a frame."""
+"""Numbers of nearest polyhedra and nearest ellipsoids rendered in a frame."""
 
 
 def rotate(rays_R3: torch.Tensor, yaw_B: torch.Tensor, pitch_B: torch.Tensor) -> torch.Tensor:
@@ -32,7 +33,7 @@ def rotate(rays_R3: torch.Tensor, yaw_B: torch.Tensor, pitch_B: torch.Tensor) ->
 
 
 def copies(centres_N3: torch.Tensor, positions_B2: torch.Tensor) -> torch.Tensor:
-    """Return body centres relative to each camera, [B, 4 N, 3]: the nearest copy of a body and the
+    """Return body centres relative to each camera, [B, 4 N, 3]: each body's nearest copy and the
     next copy along each axis.
     """
     dx = wrap(centres_N3[:, 0] - positions_B2[:, :1])
@@ -51,8 +52,8 @@ def closest(centres_BN3: torch.Tensor, radius_N: torch.Tensor, keep: int) -> tor
 def nearest_polyhedra(
     village: Village, positions_B2: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the nearest polyhedra of each camera: normals [B, K, P, 3], offsets [B, K, P] with the
-    camera at the origin, and indices of the polyhedra [B, K].
+    """Return the polyhedra nearest to each camera: normals [B, K, P, 3], offsets [B, K, P] with the
+    camera at the origin, and polyhedron indices [B, K].
     """
     centres = copies(village.centres_O3, positions_B2)
     chosen = closest(centres, village.radius_O.repeat(4), _NEAREST[0])
@@ -80,7 +81,7 @@ def slabs(
     rays: torch.Tensor, normals: torch.Tensor, offsets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the distances at which rays from the origin enter and leave convex bodies, and the
-    plane through which they enter. `offsets` is [..., P].
+    planes through which they enter. `offsets` is [..., P].
     """
     enter = torch.full_like(offsets[..., 0] * rays[..., 0], -FAR)
     leave = torch.full_like(enter, FAR)
@@ -103,8 +104,8 @@ def cast(
     centres: torch.Tensor,
     radii: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the distance [B, R] to the nearest body (`FAR` if a ray hits none) and the index of
-    this body, counting polyhedra first and then ellipsoids.
+    """Return the distance [B, R] to the nearest body (`FAR` if a ray hits none) and that body's
+    index, which counts polyhedra first and then ellipsoids.
     """
     rays = rays_BR3[:, :, None, :]
     enter, leave, _ = slabs(rays, normals[:, None], offsets[:, None])
@@ -126,8 +127,8 @@ def cast(
 def shadow_patch(
     centre_3: torch.Tensor, radius: float, sun_3: torch.Tensor, side: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the points x, z of the ground that a body can shade, each [n], and the index of each
-    point's texel.
+    """Return the ground points x, z that a body can shade, each [n], and the texel index of each
+    point.
     """
     sx, sy, sz = sun_3.tolist()
     x, y, z = centre_3.tolist()

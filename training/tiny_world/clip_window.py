@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates clips chunk by chunk as when served, with the K/V of earlier chunks and without
+"""Generates clips chunk by chunk as in serving, with the K/V of earlier chunks and without
 gradients.
 """
 
@@ -14,7 +14,7 @@ def _slot(frame: int, retained: int, sink: int) -> int:
     return frame if frame < sink else sink + (frame - sink) % (retained - sink)
 
 
-@cache  # cached, because a copy to the device blocks
+@cache  # cached, because copying to the device blocks
 def _allowed(
     window: int, sink: int, chunk: int, start: int, tokens: int, device: torch.device
 ) -> torch.Tensor:
@@ -28,7 +28,7 @@ def _allowed(
 
 
 class ClipWindow:
-    """K/V window of clips that are generated chunk by chunk, without gradients.
+    """K/V window of clips generated chunk by chunk, without gradients.
 
     The window has sink frames and a ring buffer like `KVWindow`, but no room for the chunk itself,
     so shapes are the same for every chunk.
@@ -52,8 +52,8 @@ class ClipWindow:
         return _slot(frame, self.kept, self.model.sizes.sink)
 
     def allowed(self, start: int) -> torch.Tensor:
-        """Return which tokens the chunk [start, ...) attends to, bool [tokens in the window +
-        tokens of the chunk].
+        """Return the mask of the tokens that the chunk [start, ...) attends to, bool [tokens in the
+        window + tokens in the chunk].
         """
         sizes = self.model.sizes
         return _allowed(
@@ -72,7 +72,7 @@ class ClipWindow:
 
 
 class ChunkRun:
-    """One chunk [start, start + size) of clips. Values that all forward passes share are computed
+    """One chunk [start, start + size) of clips. Values shared by all forward passes are computed
     once.
 
     For use under `torch.no_grad` only.
@@ -83,7 +83,7 @@ class ChunkRun:
         self.window, self.model, self.start = window, model, start
         own = clips.frames(start, start + window.size)
         camera = model.camera(own)
-        # A chunk has one prompt, which is that of its first frame.
+        # A chunk uses a single prompt, that of its first frame.
         rows = torch.arange(len(own.text), device=own.text.device)
         text = model.text(own.text[rows, own.switched[:, 0].long()]).unsqueeze(1)
         self.camera = [block.camera(camera) for block in model._blocks()]
@@ -95,9 +95,9 @@ class ChunkRun:
     def predict(
         self, latents: torch.Tensor, timestep: torch.Tensor, *, write: bool = False
     ) -> torch.Tensor:
-        """Predict the flow of latents [B, f, 16, h, w] at timesteps [B, f]. With `write`, store the
-        keys and values in the window. At timestep 0, the stored keys and values are those of clean
-        frames.
+        """Predict the flow of latents [B, f, 16, h, w] at timesteps [B, f]. If `write` is set,
+        store the keys and values in the window. At timestep 0, the stored keys and values are those
+        of clean frames.
         """
         model = self.model
         time, rows = model.time(timestep)
@@ -130,13 +130,13 @@ def roll_out(
     sigmas: tuple[float, ...],
     generator: torch.Generator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generate clips chunk by chunk, as when served.
+    """Generate clips chunk by chunk, as in serving.
 
     Return (latents [B, F, 16, h, w], step inputs [steps, B, F, 16, h, w]).
 
-    `given` contains the true latents, [B, F, 16, h, w]. The first `num_given` [B] chunks of a clip
-    are copied from `given`. The step inputs are the latents that the network received at each step:
-    its own x0 of the previous step with new noise.
+    `given` holds the true latents, [B, F, 16, h, w]. Each clip's first `num_given` [B] chunks are
+    copied from `given`. The step inputs are the latents that the network received at each step:
+    noise at the first step, and then its own x0 from the previous step with new noise added.
     """
     frames = given.shape[1]
     window = ClipWindow(model, len(given), chunk)

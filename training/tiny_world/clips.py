@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the training data of the transformer: walks as latents, conditions and camera commands.
+"""Write the transformer's training data: walks as latents, conditions and camera commands.
 
     torchrun --nproc-per-node 2 -m training.tiny_world.clips --vae vae.pt --out DIR --seconds 90
 
 Each process writes `clips-R.pt`, and the first one also writes `clips-held.pt`. `world_data.Shard`
-reads these files. A quarter of the walks is rendered in two styles, for prompts that change during
-a clip.
+reads these files. A quarter of the walks are rendered in two styles, so the prompt can change
+during a clip.
 """
 
 import argparse
@@ -23,12 +23,10 @@ from training.tiny_world.village import STYLES
 from training.tiny_world.walks import Walks, random_walks
 
 LATENTS = 21
-"""Default number of latent frames of a clip: the length of a window plus the number of its sink
-frames.
-"""
+"""Default number of latent frames per clip: the window length plus the number of sink frames."""
 CONDITION_LATENTS = 6
-"""Number of latent frames of [image, grey, grey, ...] that are stored. All later frames equal the
-last stored frame.
+"""Number of latent frames stored for the condition [image, grey, grey, ...]. All later frames equal
+the last stored frame.
 """
 _HELD_OUT_SEED = 880_001
 
@@ -99,8 +97,8 @@ def make_clips(
     at_once: int = 16,
     paired: float = 0.25,
 ) -> Shard:
-    """Return one batch of the data set: `number` walks of `latents` latent frames and, for a
-    fraction `paired` of these walks, the same walk in a second style.
+    """Return one batch of the data set: `number` walks of `latents` latent frames each. For the
+    fraction `paired` of these walks, the batch also contains the same walk in a second style.
     """
     generator = torch.Generator().manual_seed(seed)
     walks = random_walks(number, latents, seed)
@@ -122,7 +120,7 @@ def make_clips(
 
 
 def joined(shards: list[Shard]) -> Shard:
-    """Concatenate shards, and adjust the indices of twins (the same walk in a second style)."""
+    """Concatenate shards and adjust the indices of twins (the same walk in a second style)."""
     start, twins = 0, []
     for shard in shards:
         twins.append(torch.where(shard["twin"] >= 0, shard["twin"] + start, -1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates how far the camera of a video has walked, by comparing frames with rendered views.
+"""Estimates how far a video's camera has walked by comparing frames with rendered views.
 
 All frames are [N, H, W, 3], uint8 or float. Tested by
 tests/training/tiny_world/test_score_controls.py.
@@ -14,11 +14,10 @@ from vllm_omni.evaluation.camera_motion import channels_first, peak
 def distances_walked(
     frames_NHW3: torch.Tensor, rendered_DHW3: torch.Tensor, distances_D: torch.Tensor
 ) -> torch.Tensor:
-    """Return the distance walked at each frame in metres, [N], estimated as the distance of the
-    most similar rendered view.
+    """Return the distance in metres that the camera has walked by each frame, [N]. The estimate is
+    the distance of the most similar rendered view.
 
-    The frames and the rendered views are blurred slightly, so that noise does not affect the
-    result.
+    The frames and the rendered views are blurred slightly to reduce the effect of noise.
 
     Args:
         distances_D: Distances of the rendered views in metres, evenly spaced and increasing.

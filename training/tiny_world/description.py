@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Complete an exported checkpoint, for example with `world.json` and a map.
+"""Complete an exported checkpoint with the files that describe its world.
 
 The script writes `world.json`, the map, the expected video of the tour, and the manifest.
 
@@ -8,7 +8,7 @@ The script writes `world.json`, the map, the expected video of the tour, and the
     # keep the tour's video (rendering it takes a minute)
     python -m training.tiny_world.description DIR --no-truth
 
-Run this script last, because the manifest contains the checksums of all files at that time. Tested
+Run this script last, because the manifest records the checksums of all files at that time. Tested
 by tests/training/tiny_world/test_tiny_world_description.py.
 """
 
@@ -66,11 +66,11 @@ ABOUT = (
 )
 _MAP_PIXELS = 384
 DENOISE_INDICES = (0,)
-"""Denoise steps with which the world is served. More steps do not score better if the pose is
-known.
+"""Denoise steps used to serve the world. If the pose is known, additional steps do not improve the
+scores.
 """
-# Keys, and for how many latent frames they are held: along the street into the square, a turn away
-# and back, and then on with another prompt.
+# Keys and the number of latent frames for which they are held: along the street into the square, a
+# turn away and back, and then onward with another prompt.
 _TOUR = (("", 1), ("w", 6), ("l", 6), ("j", 6), ("wj", 4), ("w", 7), ("wl", 4), ("l", 2))
 _TOUR_START = ("street", "day")
 _TOUR_PROMPTS = [(0, "day"), (21, "snow")]
@@ -111,7 +111,7 @@ def describe_world(*, decoder: str = "tiny", truth: bool = True) -> WorldDescrip
 
 
 def tour_walk(description: WorldDescription) -> Walks:
-    """Return the walk of the tour."""
+    """Return the tour's walk."""
     assert description.tour is not None
     start = next(start for start in description.starts if start.file == description.tour.start)
     keys = torch.tensor([[key_bits(held) for held in description.tour.keys]], dtype=torch.uint8)
@@ -120,7 +120,7 @@ def tour_walk(description: WorldDescription) -> Walks:
 
 
 def tour_styles(description: WorldDescription) -> torch.Tensor:
-    """Return the style of each video frame of the tour, [T]. A prompt applies from the first video
+    """Return the style of each video frame in the tour, [T]. A prompt applies from the first video
     frame of its latent frame.
     """
     assert description.tour is not None
@@ -133,7 +133,7 @@ def tour_styles(description: WorldDescription) -> torch.Tensor:
 def render_tour(
     description: WorldDescription, renderer: Renderer, frames: slice = slice(None)
 ) -> np.ndarray:
-    """Render the expected frames of the tour, uint8 [T, H, W, 3]."""
+    """Render the tour's expected frames, uint8 [T, H, W, 3]."""
     positions, yaw, pitch = (value[0] for value in tour_walk(description).frames())
     views = (value[frames] for value in (positions, yaw, pitch, tour_styles(description)))
     return renderer.render(*views).cpu().numpy()
@@ -157,7 +157,7 @@ def draw_map(pixels: int = _MAP_PIXELS) -> Image.Image:
         x: float, z: float, width: float, depth: float, heading: float, colour: Colour
     ) -> None:
         cos, sin = math.cos(math.radians(heading)), math.sin(math.radians(heading))
-        # The roof has two slopes, and its ridge runs along the depth of the house.
+        # The roof has two slopes, and its ridge runs along the house's depth.
         for side, shade in ((-1, 0.85), (1, 1.05)):
             corners = [(0, -depth), (side * width, -depth), (side * width, depth), (0, depth)]
             polygon = [at(x + cos * u + sin * v, z - sin * u + cos * v) for u, v in corners]
@@ -192,8 +192,8 @@ def draw_map(pixels: int = _MAP_PIXELS) -> Image.Image:
 def complete(
     folder: Path, *, decoder: str = "tiny", truth: bool = True, compiled: bool = True
 ) -> ChecksumManifest:
-    """Write world description, map, tour and manifest into a checkpoint directory. With `truth`,
-    the video of the tour is rendered again.
+    """Write the world description, the map, the tour and the manifest into a checkpoint directory.
+    If `truth` is set, the tour video is rendered again.
     """
     description = describe_world(decoder=decoder)
     (folder / CARD).write_text(json.dumps(msgspec.to_builtins(description), indent=1) + "\n")

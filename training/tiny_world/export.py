@@ -4,8 +4,8 @@
     python -m training.tiny_world.export --vae vae.pt --tiny-decoder tiny_decoder.pt --transformer
     STATE_DIR --out DIR
 
-All weights are fp16. The layout prescribes a normalisation of latents, so the difference from the
-trained normalisation is folded into the outermost convolutions of the autoencoder. The text encoder
+All weights are fp16. The layout prescribes a latent normalisation. The difference between this and
+the trained normalisation is folded into the autoencoder's outermost convolutions. The text encoder
 is copied from the checkpoint that computed the embeddings for training (see `embed_prompts`).
 """
 
@@ -62,7 +62,7 @@ def export_world(
 
 
 def write_start_images(folder: Path) -> None:
-    """Render each view in each style to `VIEW_STYLE.png`, at the size of the world's frames."""
+    """Render each view in each style to `VIEW_STYLE.png`, at the world's frame size."""
     folder.mkdir(parents=True, exist_ok=True)
     positions = torch.tensor([[x, z] for _, x, z, _ in VIEWS for _ in STYLES])
     yaw = torch.deg2rad(torch.tensor([heading for *_, heading in VIEWS for _ in STYLES]))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renders the clips of random walks on which the autoencoder and the decoders are trained. The
-clips are rendered on the training device.
+"""Renders clips of random walks for training the autoencoder and the decoders. The clips are
+rendered on the training device.
 """
 
 import time
@@ -13,7 +13,7 @@ from training.tiny_world.walks import Walks, random_walks
 
 
 def render_video(renderer: Renderer, walks: Walks, style_N: torch.Tensor) -> torch.Tensor:
-    """Render each walk in its style, and return uint8 [N, T, H, W, 3] on the renderer's device."""
+    """Render each walk in its style and return uint8 [N, T, H, W, 3] on the renderer's device."""
     positions, yaw, pitch = walks.frames()
     number, frames = yaw.shape
     styles = style_N[:, None].expand(number, frames).flatten()
@@ -27,11 +27,11 @@ def pixels(clips_BTHW3: torch.Tensor) -> torch.Tensor:
 
 
 class Footage:
-    """A pool of rendered clips of `latents` latent frames, which are drawn from one seed and can be
-    sampled indefinitely.
+    """A pool of rendered clips of `latents` latent frames. All clips are drawn from a single seed.
+    The pool can be sampled indefinitely.
 
-    Clips are rendered for `seconds` seconds, in batches of `at_once`: at least one batch, and no
-    more batches once there are `largest` clips.
+    Clips are rendered for `seconds` seconds, in batches of `at_once`. At least one batch is
+    rendered, and rendering stops early once there are `largest` clips.
     """
 
     def __init__(
@@ -60,9 +60,7 @@ class Footage:
         return len(self.clips)
 
     def sample(self, number: int, frames: int) -> torch.Tensor:
-        """Return pixels [number, frames, 3, H, W] of random clips, which are cut at random latent
-        frames.
-        """
+        """Return pixels [number, frames, 3, H, W] of random clips, cut at random latent frames."""
         device = self.clips.device
         which = torch.randint(len(self.clips), (number, 1), device=device)
         start = 4 * torch.randint(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention masks of packed clips, in which the clean frames precede the noisy ones."""
+"""Attention masks for packed clips, in which the clean frames precede the noisy ones."""
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
@@ -9,10 +9,9 @@ def visibility(frames: int, chunk: int, window: int, sink: int) -> torch.Tensor:
     """Return which frame attends to which, bool [2 frames, 2 frames], with clean frames before
     noisy ones.
 
-    A clean frame attends to the clean frames in the window of its chunk. A noisy frame attends to
-    the same frames, except that the noisy frames of its own chunk replace the clean ones. The
-    window of a chunk [a, b) contains the first `sink` frames and all frames from b - (window -
-    sink) to b.
+    A clean frame attends to the clean frames in its chunk's window. A noisy frame attends to the
+    same frames, except that the noisy frames of its own chunk replace the clean ones. The window of
+    a chunk [a, b) contains the first `sink` frames and all frames from b - (window - sink) to b.
     """
     frame = torch.arange(frames)
     start = frame // chunk * chunk
@@ -36,8 +35,8 @@ def seen_runs(seen: torch.Tensor, tokens: int) -> torch.Tensor:
     """Convert `visibility` tables [M, 2F, 2F] to int32 [M, 6, S]: the three runs of tokens that
     each token attends to.
 
-    The six rows are the start and the end of the sink frames, of the later clean frames and of the
-    noisy frames. An empty run is (0, 0).
+    The six rows are the starts and ends of the runs in order. The runs are, at most, the sink
+    frames, the later clean frames and the noisy frames. An empty run is (0, 0).
     """
     modes, frames = seen.shape[0], seen.shape[1]
     runs = torch.zeros(modes, 6, frames, dtype=torch.int32)
@@ -64,10 +63,10 @@ def block_mask(seen: torch.Tensor, clip_mode: torch.Tensor, tokens: int) -> Bloc
     """Return the FlexAttention mask for clips, where clip b has the visibility
     `seen[clip_mode[b]]`.
 
-    All tensors must be on one device.
+    All tensors must be on the same device.
 
     The tokens of one frame do not fill whole blocks, so more than half of the blocks are masked
-    token by token. To make this fast, the runs of each query are read once, and each key is
+    token by token. To keep this masking fast, each query's runs are read once, and each key is
     compared only with these runs.
     """
     length = seen.shape[1] * tokens

@@ -2,10 +2,10 @@
 """Muon for matrices, AdamW for all other parameters, a learning-rate schedule, and averaged
 weights.
 
-Muon: K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/. The scale of Muon's update
-(RMS 0.2, as in AdamW) is that of Moonlight, arXiv 2502.16982. Every weight is treated as a matrix
-[outputs, everything else], which covers convolutions. A step neither synchronises with the device
-nor changes a shape, so it can be captured in a CUDA graph.
+Muon: K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/. Muon's update is scaled as
+in Moonlight, arXiv 2502.16982 (RMS 0.2, as in AdamW). Every weight is reshaped to a matrix
+[outputs, everything else], so convolutions are supported too. A step neither synchronises with the
+device nor changes a shape, so it can be captured in a CUDA graph.
 """
 
 import math
@@ -33,14 +33,14 @@ FIRST_AND_LAST = (
     "decoder.conv1",
     "decoder.head",
 )
-"""Names of the first and last layers, which use AdamW although they are matrices."""
+"""Names of the first and last layers, which use AdamW even though they are matrices."""
 
 
 def orthogonalised(update_GMN: torch.Tensor) -> torch.Tensor:
     """Return matrices [G, M, N], M <= N, with their singular values moved to about 1.
 
-    On a GPU, the computation uses bf16, which is precise enough for five iterations. Elsewhere it
-    uses the dtype of the input.
+    On a GPU, the iterations run in bf16, which is precise enough for five iterations. Elsewhere
+    they run in the input's dtype.
     """
     a, b, c = _NEWTON_SCHULZ
     x = update_GMN.bfloat16() if update_GMN.is_cuda else update_GMN
@@ -54,11 +54,11 @@ def orthogonalised(update_GMN: torch.Tensor) -> torch.Tensor:
 def parameter_groups(
     module: nn.Module, adam: tuple[str, ...] = FIRST_AND_LAST
 ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """Split the trainable parameters into those that use Muon and those that use AdamW, by name.
+    """Split the trainable parameters by name into those that use Muon and those that use AdamW.
 
-    AdamW is used for vectors (including vectors that are stored with more axes, such as norms and
-    modulations), for embedding tables, and for the parameters that `adam` specifies by their whole
-    name or by a prefix that ends before a dot.
+    AdamW is used for vectors (including vectors stored with more axes, such as norms and
+    modulations), for embedding tables, and for the parameters listed in `adam`. Each entry of
+    `adam` is a whole parameter name or a prefix that ends before a dot.
     """
     tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
     matrices: dict[str, nn.Parameter] = {}
@@ -77,8 +77,8 @@ def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Muon:
-    """Muon: momentum followed by the nearest orthogonal matrix. Matrices of equal shape are
-    processed together.
+    """Muon: momentum, after which each update is replaced by the nearest orthogonal matrix.
+    Matrices of the same shape are processed together.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class Muon:
 
     @torch.no_grad()
     def step(self, scale: torch.Tensor) -> None:
-        """Apply the gradients of the parameters. `scale` multiplies the learning rate and is on the
-        device of the parameters.
+        """Apply the parameters' gradients. `scale` multiplies the learning rate and must be on the
+        parameters' device.
         """
         if not self.parameters:
             return
@@ -166,8 +166,8 @@ def _check_names(state: Mapping[str, Any], own: Mapping[str, Any], what: str) ->
 
 
 class Optimizer:
-    """Muon and AdamW for one network, as a single object. The `scale` of a step is the factor of
-    the learning-rate schedule, 0 to 1.
+    """Muon and AdamW for one network, behind one interface. A step's `scale` is the factor of the
+    learning-rate schedule, 0 to 1.
     """
 
     def __init__(
@@ -188,8 +188,8 @@ class Optimizer:
         self.apply()
 
     def set_scale(self, scale: float) -> None:
-        """Set the factor of both learning rates. The factor is set separately from `apply`, so that
-        a CUDA graph of `apply` does not contain a fixed factor.
+        """Set the factor for both learning rates. The factor is set separately from `apply`, so a
+        CUDA graph of `apply` does not contain a fixed factor.
         """
         self.scale.fill_(scale)
         for group in self.adam.param_groups:
@@ -219,8 +219,8 @@ class Optimizer:
         return torch.nn.utils.clip_grad_norm_(self.parameters, largest_norm)
 
     def state_dict(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """Return everything that `load_state_dict` needs, by parameter name. With `dtype`, momenta
-        are converted to this dtype to save space.
+        """Return everything that `load_state_dict` needs, by parameter name. If `dtype` is given,
+        momenta are converted to it to save space.
         """
 
         def kept(tensor: torch.Tensor) -> torch.Tensor:
@@ -266,7 +266,7 @@ def build_optimizer(
     betas: tuple[float, float] = (0.9, 0.95),
     update_rms: float = 0.2,
 ) -> Optimizer:
-    """Build the optimiser of `module`. The parameters must already be on their final device.
+    """Build the optimiser for `module`, whose parameters must already be on their final device.
 
     `weight_decay` is decoupled and applies only to Muon's matrices. `adam` is the argument of
     `parameter_groups`.
@@ -294,8 +294,8 @@ def learning_rate(
     last: float = 0.0,
     shape: Literal["linear", "cosine"] = "linear",
 ) -> float:
-    """Return the factor of the learning-rate schedule at `fraction` of the whole training time. The
-    factor rises during `warmup`, is then constant, and decreases from `decay_from`.
+    """Return the learning-rate factor at `fraction` of the total training time. The factor rises
+    during `warmup`, is then constant, and decreases from `decay_from` on.
     """
     fraction = min(max(fraction, 0.0), 1.0)
     if fraction < warmup:
@@ -310,8 +310,8 @@ def learning_rate(
 class Ema:
     """Exponential moving average of a module's parameters, stored in fp32.
 
-    The decay at update n is at most (1 + n) / (10 + n), so that a new average is not dominated by
-    the random initial weights. Buffers are not averaged.
+    The decay at update n is at most (1 + n) / (10 + n), so the random initial weights do not
+    dominate a new average. Buffers are not averaged.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
@@ -331,13 +331,15 @@ class Ema:
 
     @torch.no_grad()
     def copy_to(self, module: nn.Module) -> None:
-        """Overwrite the parameters of `module`, which has the same names, with the averages."""
+        """Overwrite the parameters of `module`, which must have the same names, with the
+        averages.
+        """
         for name, parameter in module.named_parameters():
             parameter.copy_(self.means[name])
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Context manager that replaces the module's parameters with the averages."""
+        """Return a context manager that replaces the module's parameters with the averages."""
         own = [parameter.detach().clone() for parameter in self.module.parameters()]
         self.copy_to(self.module)
         try:
@@ -348,7 +350,7 @@ class Ema:
                     parameter.copy_(before)
 
     def averaged_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the state dict of the module with averaged parameters, in fp32."""
+        """Return the module's state dict with averaged parameters, in fp32."""
         state = {name: value.detach() for name, value in self.module.state_dict().items()}
         return state | {name: mean.clone() for name, mean in self.means.items()}
 

@@ -2,9 +2,9 @@
 """Generate walks with the model in the real engine: vLLM's `LLM`, one request per chunk.
 
 `Played` describes a walk, and a `World` generates videos of walks, several sessions at a time.
-`score.py` can measure any world, and its tests measure one that shows the rendered truth. The model
-is so small that on a GPU the work of the host per session dominates. `SeveralEngines` therefore
-distributes walks over several engines with one core each.
+`score.py` can measure any world, and its tests measure one that shows the rendered ground truth.
+The model is so small that the host's work per session dominates on a GPU. `SeveralEngines`
+therefore distributes walks over several engines with one core each.
 """
 
 import math
@@ -26,8 +26,8 @@ from PIL import Image
 from training.tiny_world.walks import Walks, key_bits, scripted_walks
 
 LATENTS_A_CHUNK = 3
-"""Number of latent frames per chunk in all measures. A chunk has 12 video frames, or 9 if it is the
-first chunk of a walk.
+"""Number of latent frames per chunk in all measures. A chunk has 12 video frames, except for the
+first chunk of a walk, which has 9.
 """
 
 
@@ -40,7 +40,7 @@ class Played:
         start: Start position x, z in metres. None: the pose of the start image is unknown.
         yaw: Heading at the start, in radians.
         keys: Keys held at each latent frame.
-        prompts: Latent frame -> prompt from this frame on. Must contain frame 0.
+        prompts: Prompts, keyed by the latent frame from which each applies. Must contain frame 0.
     """
 
     start: tuple[float, float] | None
@@ -51,7 +51,7 @@ class Played:
     seed: int
 
     def options(self) -> dict[str, Any]:
-        """Return the request options of the first chunk."""
+        """Return the request options for the first chunk."""
         if self.start is None:
             return {}
         x_m, z_m = self.start
@@ -59,7 +59,7 @@ class Played:
         return {"start_pose": {"x_m": x_m, "z_m": z_m, "heading_degrees": heading}}
 
     def walk(self) -> Walks:
-        """Return the walk with the positions and angles to which the keys lead."""
+        """Return the walk with the positions and angles that result from the keys."""
         assert self.start is not None
         bits = torch.tensor([[key_bits(keys) for keys in self.keys]], dtype=torch.uint8)
         return scripted_walks(torch.tensor([self.start]), torch.tensor([self.yaw]), bits)
@@ -69,7 +69,7 @@ class World(Protocol):
     """Interface of a world that generates videos of walks."""
 
     def play(self, walks: Sequence[Played], images_NHW3: torch.Tensor) -> list[torch.Tensor]:
-        """Return a video for each walk, uint8 [4 L - 3, H, W, 3]. `images_NHW3` are the start
+        """Return a video for each walk, uint8 [4 L - 3, H, W, 3]. `images_NHW3` holds the start
         images, uint8.
         """
         ...
@@ -77,15 +77,15 @@ class World(Protocol):
 
 @dataclass
 class Times:
-    """Times of generating chunks (of `LATENTS_A_CHUNK` latent frames)."""
+    """Times taken to generate chunks (of `LATENTS_A_CHUNK` latent frames)."""
 
     chunks: float = 0.0
     wall_s: float = 0.0
     stages_ms: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def summary(self) -> dict[str, Any]:
-        """Return the elapsed seconds per chunk over all sessions, and the milliseconds of each
-        stage.
+        """Return the elapsed seconds per chunk over all sessions, and the milliseconds that each
+        stage takes.
         """
         chunks = max(self.chunks, 1e-9)
         stages = {name: round(value / chunks, 1) for name, value in self.stages_ms.items()}
@@ -96,7 +96,7 @@ class Times:
         }
 
     def add_engine(self, other: "Times") -> None:
-        """Add the times of another engine. Elapsed seconds are then summed over engines."""
+        """Add another engine's times. Elapsed seconds are then summed over engines."""
         self.chunks += other.chunks
         self.wall_s += other.wall_s
         for name, value in other.stages_ms.items():
@@ -107,10 +107,10 @@ class EngineWorld:
     """World that generates videos with the model in vLLM's engine.
 
     Args:
-        omni: Options under `additional_config.omni`, except the size and the number of sessions.
+        omni: Options for `additional_config.omni`, except the size and the number of sessions.
         batch: Number of sessions that run at the same time.
-        snapshot_every: Number of the model's chunks after which a session is saved, closed and
-            restored. Default: sessions are never saved.
+        snapshot_every: Number of model chunks after which a session is saved, closed and restored.
+            Default: sessions are never saved.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class EngineWorld:
 
 
 class SeveralEngines:
-    """World that distributes walks over several `EngineWorld`s with equal arguments, in separate
+    """World that distributes walks over several `EngineWorld`s with the same arguments, in separate
     processes.
     """
 

@@ -1,30 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Walks as people play them, and a comparison of each second of a generated walk with the rendered
-truth.
+ground truth.
 
     python -m training.tiny_world.score --model DIR --seed 1 --players               # all scenarios
     python -m training.tiny_world.score --model DIR --seed 1 --players still bot
 
-The held-out walks of `score.py` are drawn from the same walker as the training data. The walks in
-this module are different: they stand still for minutes, walk into walls, hold one key while they
-cross the border of the periodic village, and switch prompts at any time. Positions are computed
-with the same integrator and occupancy grid as in the server.
+The held-out walks of `score.py` come from the same random walker as the training data. The players
+in this module behave differently: they stand still for minutes, walk into walls, hold one key while
+they cross the border of the periodic village, and switch prompts at any time. Positions are
+computed with the same integrator and occupancy grid that the server uses.
 
-Latent frames (four per second) are measured, without the start image. The following values are
+Latent frames (four per second) are measured, excluding the start image. The following values are
 computed for each second of a walk:
 
-    psnr, start_psnr    PSNR against the truth, and against the start image (`still` and `home`)
+    psnr, start_psnr    PSNR against the ground truth, and against the start image (`still` and
+                        `home`)
     sharpness           mean horizontal difference of neighbouring pixels, divided by that of the
-                        truth
-    contrast            standard deviation divided by that of the truth
+                        ground truth
+    contrast            standard deviation divided by that of the ground truth
     village             share of frames that `recognise.py` recognises as a village in the prompt's
-                        style, or that show the same view as the truth (`SAME_VIEW_DB`). A frame is
-                        judged only if its view is open (`recognise.open_views`), as in the
-                        calibration of the classifier, and if the classifier recognises the truth.
-                        None: no frame was judged. In the second after a prompt, the previous style
-                        is also accepted
+                        style, or that show the same view as the ground truth (`SAME_VIEW_DB`). A
+                        frame is judged only if its view is open (`recognise.open_views`), as in the
+                        calibration of the classifier, and if the classifier recognises the ground
+                        truth. None: no frame was judged. In the second after a prompt, the previous
+                        style is also accepted
 
-`table` contains the measures that have a target, and whether each target is met. Tested by
+`table` lists the measures that have a target and whether each target is met. Tested by
 tests/training/tiny_world/test_players.py.
 """
 
@@ -60,33 +61,34 @@ LATENTS_A_SECOND = 4
 HALF_TURN = round(180 / YAW_DEGREES)
 """Number of latent frames for which a look key must be held to turn the camera around."""
 BURST_S = 0.5, 8.0
-"""Shortest and longest time in seconds for which a player holds the same keys. The logarithm of the
-time is drawn uniformly.
+"""Shortest and longest time in seconds for which a player holds the same keys. Times are drawn
+log-uniformly.
 """
 PAUSE_S = 2.0, 20.0
 IDLE_SHARE = 0.3
 """Share of the bot's periods in which it holds no key."""
 SWITCH_S = 10.0, 40.0
-"""Shortest and longest time between two prompts of a bot, in seconds."""
+"""Shortest and longest time in seconds between two prompts of a bot."""
 LARGEST_PITCH = 32.0
 """Largest angle in degrees by which players look up or down. Most training walks reach nearly the
 same angle.
 """
 APPROACH_LATENTS = 24
-"""Number of latent frames within which a walk into a wall reaches the wall."""
+"""Maximum number of latent frames that a walk into a wall takes to reach the wall."""
 AGAIN_S = 3.0
-"""Seconds after the camera has turned away from a wall within which a world must show a village
-again.
+"""Seconds within which a world must show a village again after the camera has turned away from a
+wall.
 """
 
 SAME_VIEW_DB = 30.0
-"""Minimum PSNR of a frame against the truth at which the frame counts as a village whenever the
-classifier accepts the truth.
+"""Minimum PSNR between a frame and its ground truth at which the frame counts as a village whenever
+the classifier accepts the ground truth.
 
-Near its threshold, the classifier can reject a frame with 36 dB although it accepts the truth.
+Near its threshold, the classifier can reject a frame with a PSNR of 36 dB even though it accepts
+the ground truth.
 """
 
-# (keys, weight) from which the next held keys of a player are drawn
+# (keys, weight) from which a player's next held keys are drawn
 _HABITS = (
     ("w", 0.34),
     ("wl", 0.11),
@@ -109,8 +111,8 @@ _STYLE_OF = {prompt: style for style, name in enumerate(STYLES) for prompt in PR
 
 @dataclass(frozen=True)
 class Player:
-    """A walk of a player. From latent frame `turned_at`, the camera looks away from the wall again.
-    None: the walk has no wall.
+    """A player's walk. At latent frame `turned_at`, the player has finished turning around. If
+    `turned_at` is None, the scenario includes no such turn.
     """
 
     walk: Played
@@ -118,7 +120,7 @@ class Player:
 
     @property
     def seconds(self) -> int:
-        """Number of whole seconds that are measured."""
+        """Number of whole seconds measured."""
         return (len(self.walk.keys) - 1) // LATENTS_A_SECOND
 
     def styles(self) -> torch.Tensor:
@@ -137,11 +139,11 @@ class Player:
 
 @dataclass(frozen=True)
 class Scenario:
-    """How to draw the walks of a scenario. `walks` is the default number of walks, and `seconds` is
-    the default maximum duration.
+    """How to draw a scenario's walks. `walks` is the default number of walks, and `seconds` is the
+    default maximum duration.
 
     `make` maps (walks, seconds, seed, generator) to players. A scenario may add an ending, which
-    makes walks longer.
+    makes its walks longer than `seconds`.
     """
 
     walks: int
@@ -153,12 +155,12 @@ class Scenario:
 
 
 def _still(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
-    """Hold no key."""
+    """Hold no keys."""
     return _players(_open_places(number, generator), [_rest(seconds)] * number, seed, generator)
 
 
 def _idle_spells(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
-    """Hold random keys, with a pause after each."""
+    """Hold random keys, with a pause after each period."""
     latents = LATENTS_A_SECOND * seconds
     keys = [_played_keys(latents, generator, idle=1.0, idle_s=PAUSE_S) for _ in range(number)]
     return _players(free_places(number, generator), keys, seed, generator)
@@ -185,8 +187,8 @@ def _straight(number: int, seconds: int, seed: int, generator: torch.Generator) 
 
 
 def _wall(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
-    """Walk into a wall, stay there (every second player still holds `w`), turn around, and walk
-    away.
+    """Walk into a wall, stay there (every second player continues to hold `w`), turn around and
+    walk away.
     """
     latents = LATENTS_A_SECOND * seconds
     starts, yaw = free_places(64 * number, generator)
@@ -214,7 +216,7 @@ def _back_and_forth(
     number: int, seconds: int, seed: int, generator: torch.Generator
 ) -> list[Player]:
     """Hold one key for one to four seconds, then its opposite for the same time, and so on.
-    Successive players alternate between moving forward, moving sideways and looking.
+    Successive players start, in turn, with walking forward, moving left and looking right.
     """
     keys = []
     for index in range(number):
@@ -227,8 +229,8 @@ def _back_and_forth(
 
 
 def _bot(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
-    """Hold random keys, with none for a third of the time, and switch the prompt from time to time.
-    Each start position is used for three walks.
+    """Hold random keys or, in a share `IDLE_SHARE` of the periods, no keys, and switch the prompt
+    from time to time. Each start position is used for three walks.
     """
     latents = LATENTS_A_SECOND * seconds
     starts, yaw = _open_places(math.ceil(number / len(STYLES)), generator)
@@ -261,7 +263,7 @@ SCENARIOS: dict[str, Scenario] = {
 def players(
     name: str, seed: int, *, walks: int | None = None, seconds: int | None = None
 ) -> list[Player]:
-    """Draw the walks of a scenario, which depend only on the seed. `walks` is their number (None:
+    """Draw a scenario's walks, which depend only on the seed. `walks` is the number of walks (None:
     the scenario's own number), and `seconds` is the maximum duration.
     """
     scenario = SCENARIOS[name]
@@ -276,9 +278,8 @@ def undone(keys: Sequence[str]) -> list[str]:
     """Return the keys that would lead back to the start of `keys` if there were no obstacles. The
     result is one latent frame longer than `keys`.
 
-    In each latent frame, the camera first turns and then moves. On the way back, the camera must
-    therefore move first: each movement is undone together with the turn of the following latent
-    frame.
+    In each latent frame, the camera first turns and then moves. On the way back, it must therefore
+    move first: each movement is undone together with the next latent frame's turn.
     """
     looks = [_only(held, "jlik").translate(_OPPOSITE) for held in keys]
     moves = [_only(held, "wsad").translate(_OPPOSITE) for held in keys]
@@ -341,8 +342,9 @@ def _along(starts: torch.Tensor, yaw: torch.Tensor, latents: int) -> torch.Tenso
 
 
 def _bot_keys(latents: int, generator: torch.Generator) -> list[str]:
-    """Return random keys, with pauses in a share `IDLE_SHARE` of the periods. Two pauses never
-    follow each other, so a larger share of the periods with keys is followed by a pause.
+    """Return random keys with pauses. Pauses make up a share `IDLE_SHARE` of all periods. Because a
+    pause never follows another pause, a larger share of the periods with keys must be followed by a
+    pause.
     """
     return _played_keys(latents, generator, idle=IDLE_SHARE / (1 - IDLE_SHARE), idle_s=BURST_S)
 
@@ -350,8 +352,9 @@ def _bot_keys(latents: int, generator: torch.Generator) -> list[str]:
 def _played_keys(
     latents: int, generator: torch.Generator, *, idle: float, idle_s: tuple[float, float]
 ) -> list[str]:
-    """Return periods of held keys, which differ from the previous keys each time. With probability
-    `idle`, a period is followed by a pause of `idle_s` seconds.
+    """Return periods of held keys, each with keys that differ from those of the previous period.
+    With probability `idle`, a period is followed by a pause. `idle_s` is the shortest and longest
+    duration of a pause in seconds.
     """
     out: list[str] = []
     held, pitch, may_pause = "", 0.0, False
@@ -381,8 +384,8 @@ def _other_keys(last: str, generator: torch.Generator) -> str:
 def _free_keys(
     starts: torch.Tensor, yaw: torch.Tensor, latents: int, generator: torch.Generator
 ) -> list[list[str]]:
-    """Return, for each start position, keys of a bot that can be undone: a player that would touch
-    a wall turns instead, and never looks further up or down than `LARGEST_PITCH`.
+    """For each start position, return the keys of a bot whose walk can be undone. The bot turns
+    instead of touching a wall, and never looks further up or down than `LARGEST_PITCH`.
     """
     number = len(starts)
     wished = [_bot_keys(latents, generator) for _ in range(number)]
@@ -434,7 +437,7 @@ def _between(low: float, high: float, generator: torch.Generator) -> float:
 
 
 def _latents(shortest_s: float, longest_s: float, generator: torch.Generator) -> int:
-    """Draw a time as a number of latent frames, uniformly in its logarithm."""
+    """Draw a time as a number of latent frames, log-uniformly."""
     return round(
         LATENTS_A_SECOND * math.exp(_between(math.log(shortest_s), math.log(longest_s), generator))
     )
@@ -449,8 +452,8 @@ def _prompt(style: int, generator: torch.Generator) -> str:
 
 
 def truth_of(renderer: Renderer, player: Player) -> torch.Tensor:
-    """Render the expected frames of a walk, uint8 [L, H, W, 3] on the CPU. Equal views are rendered
-    once.
+    """Render a walk's expected frames, uint8 [L, H, W, 3] on the CPU. Identical views are rendered
+    only once.
     """
     path, styles = player.walk.walk(), player.styles()
     views = torch.cat(
@@ -516,14 +519,16 @@ def measured(
 
 
 def _same_view(made_LHW3: torch.Tensor, truth_LHW3: torch.Tensor) -> torch.Tensor:
-    """Return whether each frame has a PSNR of at least `SAME_VIEW_DB`, bool [L]."""
+    """Return whether each frame's PSNR against the ground truth is at least `SAME_VIEW_DB`,
+    bool [L].
+    """
     error_L = (made_LHW3.float() - truth_LHW3.float()).square().mean(dim=(1, 2, 3))
     return error_L <= 255**2 / 10 ** (SAME_VIEW_DB / 10)
 
 
 def again(seconds: Seconds, turned_at: int) -> float | None:
     """Return the seconds from the end of a turn until a village is recognised in three of four
-    frames, or None if this never happens.
+    consecutive frames, or None if this never happens.
 
     Frames that are not judged are ignored.
     """
@@ -535,7 +540,7 @@ def again(seconds: Seconds, turned_at: int) -> float | None:
 
 
 def tens(values: Sequence[float | None]) -> list[float]:
-    """Return the means over every ten seconds, or a single mean if the walk is shorter."""
+    """Return the mean over each ten seconds, or a single mean if the walk is shorter."""
     numbers = [value for value in values if value is not None]
     step = min(10, len(numbers))
     return [
@@ -545,7 +550,7 @@ def tens(values: Sequence[float | None]) -> list[float]:
 
 
 def _deviation(frames_1T3HW: torch.Tensor) -> torch.Tensor:
-    """Return the standard deviation of the values of a frame, averaged over frames."""
+    """Return the standard deviation of a frame's values, averaged over frames."""
     return frames_1T3HW.flatten(2).std(dim=2).mean()
 
 
@@ -565,8 +570,8 @@ def score_players(
     walks: int | None = None,
     seconds: int | None = None,
 ) -> dict[str, Any]:
-    """Measure a world in the named scenarios, or in all if `names` is empty. `walks` and `seconds`
-    are the arguments of `players`.
+    """Measure a world in the named scenarios, or in all scenarios if `names` is empty. `walks` and
+    `seconds` are the arguments of `players`.
     """
     recogniser = shipped()
     scenarios: dict[str, Any] = {}
@@ -603,8 +608,8 @@ def _summary(name: str, drawn: Sequence[Player], found: Sequence[Seconds]) -> di
 
 
 def table(scenarios: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the measures that have a target, for the scenarios that were played: measure, value,
-    target, and whether it is met.
+    """Return the measures that have a target, for the scenarios played. Each entry holds the
+    measure, its value, its target, and whether the target is met.
     """
     rows: list[dict[str, Any]] = []
 
@@ -636,7 +641,7 @@ def table(scenarios: dict[str, Any]) -> list[dict[str, Any]]:
     if bot := scenarios.get("bot"):
         lowest = bot["lowest_ten_seconds_psnr"]
         add("bot: PSNR, lowest mean of ten seconds", lowest, ">= 18 dB", lowest >= 18, "22 dB")
-        shares = [share or 0.0 for share in bot["village_share"]]  # None: no frame is judged
+        shares = [share or 0.0 for share in bot["village_share"]]  # None: no frame was judged
         share = round(statistics.fmean(shares, bot["judged"]), 4) if any(bot["judged"]) else 0.0
         add("bot: share of frames that are a village", share, ">= 0.98", share >= 0.98, "1")
         share = min((share for share in bot["village_share"] if share is not None), default=0.0)

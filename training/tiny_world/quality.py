@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates the quality page with the scores of the shipped world, from results of `score.py`.
+"""Generates the quality page, which shows the shipped world's scores, from results of `score.py`.
 
     python -m training.tiny_world.quality    # writes docs/reference/quality.md
 
-`RESULTS` names the results of the shipped weights. Replace the results whenever the weights are
-replaced. Tested by tests/docs/test_results_page.py.
+`RESULTS` names the result files of the shipped weights. When the weights are replaced, replace
+these results too. Tested by tests/docs/test_results_page.py.
 """
 
 import json
@@ -29,11 +29,11 @@ RESULTS = {
         "2026-11-29_players_home_three.json",
     ),
 }
-"""Results of the shipped weights in `curves/`, by kind. The second file of `uploads` contains the
-result of the world that was shipped before the network received poses.
+"""Result files of the shipped weights in `curves/`, by kind. The second file of `uploads` holds the
+results of the world that was shipped before the network received poses.
 """
 SHOWN = (1, 5, 20, 100)
-"""Chunks of a held-out walk that the table shows."""
+"""Chunks of a held-out walk shown in the table."""
 
 _INTRODUCTION = """# Quality of the shipped world
 

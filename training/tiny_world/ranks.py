@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes under `torchrun` (one per GPU) or a single process, and averaging of gradients over
+"""Processes under `torchrun` (one per GPU) or a single process, and gradient averaging across
 them.
 """
 
@@ -14,8 +14,8 @@ from torch import distributed, nn
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all processes of torchrun, or a single process without torchrun. `device`
-    is the device of this process.
+    """This process's rank among the torchrun processes, or the only rank if torchrun is not used.
+    `device` is the device of this process.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class Ranks:
         return self.rank == 0
 
     def average_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Replace each gradient by its mean over the ranks."""
+        """Replace each gradient with its mean over the ranks."""
         if self.world == 1:
             return
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -80,7 +80,7 @@ class Ranks:
 
 
 class Clock:
-    """Progress of one run of training, by wall time since the clock was created."""
+    """Progress of one training run, measured by wall time since the clock was created."""
 
     def __init__(self, minutes: float) -> None:
         self.seconds, self.started = 60 * minutes, time.monotonic()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ray caster for the village, which gives equal results on a CPU and on a GPU.
+"""A ray caster for the village that gives the same results on a CPU and on a GPU.
 
-Every frame casts 2x2 rays per pixel. The bodies nearest to the camera are intersected with the slab
-method (`casting.py`) and shaded by the directions of their faces. The ground and its baked sun
+It casts 2x2 rays per pixel, intersects the bodies nearest to the camera with the slab method
+(`casting.py`), and shades them by the directions of their faces. The ground and its baked sun
 shadows are a mip-mapped texture (`shading.py`). torch compiles two functions into a few fused
-kernels; without a compiler they run eagerly and slower. Tested by
+kernels. Without a compiler, they run eagerly and more slowly. Tested by
 tests/training/tiny_world/test_render.py.
 """
 
@@ -27,7 +27,7 @@ from training.tiny_world.shading import LEVELS, LIGHTS, TEXELS, ground_masks, sh
 from training.tiny_world.village import EYE_HEIGHT, PERIOD, Village
 
 FOCAL = 0.65
-"""Focal length divided by the width of the image, which gives a field of view of 75 degrees."""
+"""Focal length divided by the image width. This value gives a field of view of 75 degrees."""
 
 
 class Renderer:
@@ -66,8 +66,8 @@ class Renderer:
     ) -> torch.Tensor:
         """Render frames, uint8 [B, height, width, 3] on the device.
 
-        Positions are x, z in metres. Yaw (to the right) and pitch (upwards) are in radians. A style
-        is an index into `STYLES`.
+        Positions are x, z in metres. Yaw (to the right) and pitch (upwards) are in radians. Each
+        style is an index into `STYLES`.
         """
         out = torch.empty(
             len(yaw_B), self.height, self.width, 3, dtype=torch.uint8, device=self.device
@@ -79,7 +79,7 @@ class Renderer:
                 for value in (positions_B2, yaw_B, pitch_B, style_B)
             ]
             count = len(views[1])
-            if self.compiled and count < step:  # pad to one shape: no recompilation
+            if self.compiled and count < step:  # pad to one shape to avoid a recompilation
                 views = [
                     torch.cat((value, value[-1:].expand(step - count, *value.shape[1:])))
                     for value in views
@@ -128,8 +128,8 @@ class Renderer:
         return (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
 
     def ground(self, style: int) -> torch.Tensor:
-        """Return the lit ground from above, [texels z, texels x, 3] in [0, 1], with (0, 0) in the
-        first corner.
+        """Return the lit ground seen from above, [texels z, texels x, 3] in [0, 1], with (0, 0) in
+        the first corner.
         """
         return self._ground[style, : TEXELS * TEXELS, :3].reshape(TEXELS, TEXELS, 3)
 
@@ -169,8 +169,8 @@ class Renderer:
 
     @cached_property
     def _ground(self) -> torch.Tensor:
-        """Return the lit colours of the ground, fp32 [S, texels of all levels, 4]. The fourth
-        channel marks water.
+        """Return the ground's lit colours, fp32 [S, texels of all levels, 4]. The fourth channel
+        marks water.
         """
         lights = self._lights
         cells = (torch.arange(TEXELS, device=self.device) + 0.5) * (PERIOD / TEXELS)
@@ -197,7 +197,7 @@ class Renderer:
 
     def _in_shadow(self, sun_3: torch.Tensor) -> torch.Tensor:
         """Return how much sunlight is blocked at each texel, [texels]. Shadows are cast at half the
-        resolution of the texture.
+        texture's resolution.
         """
         side = TEXELS // 2
         shadow = torch.zeros(side * side, device=self.device)

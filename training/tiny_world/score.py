@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Score a trained world by comparing generated walks with the rendered truth.
+"""Score a trained world by comparing generated walks with the rendered ground truth.
 
 The walks are not part of the training data, and the real engine generates them.
 
     python -m training.tiny_world.score --model DIR --seed 1 --walks 24 --chunks 100 --json
 
 The script prints one JSON object (logs go to stderr). In all measures, a chunk is three latent
-frames (12 video frames), regardless of the model's own chunks. Lists contain one value per chunk,
-which is the mean over walks:
+frames (12 video frames), regardless of the model's own chunks. Each list contains one value per
+chunk, averaged over the walks:
 
     psnr, ssim
-        PSNR and SSIM of the latent frames, weighted by the number of video frames that each
-        represents (4, or 1 for the first one)
+        PSNR and SSIM of the latent frames; each latent frame is weighted by the number of video
+        frames that it represents (4, or 1 for the first one)
     sharpness
-        mean horizontal difference divided by that of the truth
+        mean horizontal difference divided by that of the ground truth
     style
-        share of walks with a mean colour that is closest to that of the same views rendered in
-        their own style instead of another. The same views are used because the mean colours of the
-        styles over all views would misclassify a fifth of the truth
+        share of walks whose mean colour is closer to that of the same views rendered in their own
+        style than to that of those views in any other style. The same views are used because the
+        styles' mean colours over all views would misclassify a fifth of the ground truth
     turn
         `l` or `j` held for 20 latent frames: the median turn of a latent frame divided by the
         commanded turn, and the number of turns in the wrong direction
     step
         `w` held for 8 latent frames: the median distance walked divided by the commanded distance
     switch
-        share of walks recognised as the style of their new prompt, one and two chunks after the
-        switch
+        share of walks whose style is recognised as that of their new prompt, in the first and
+        second chunk after the switch
     level
         mean level of the last tenth of the chunks minus the mean of the style, with pixel values
         in [-1, 1]
@@ -33,12 +33,13 @@ which is the mean over walks:
         two latent frames of rest, 6 turning away, 6 turning back, rest: PSNR of the last chunk
         against the last frame of the first chunk
     seconds_per_chunk
-        elapsed time of the engine (summed over all engines), and the time of each stage
+        the engine's elapsed time (summed over all engines), and the time that each stage takes
 
-With --players, the script measures the scenarios of `players.py` instead, which are walks as people
-play them. With --uploads, it continues images from elsewhere (`uploads.py`).
+With --players, the script instead measures the scenarios in `players.py`, which are walks as people
+play them. With --uploads, it measures how the world continues images that do not come from the
+renderer (`uploads.py`).
 
-Prompts, keys, start positions and noise of a walk depend only on the seed.
+The prompts, keys, start positions and noise of a walk depend only on the seed.
 """
 
 import argparse
@@ -72,7 +73,7 @@ TURN_LATENTS, STEP_LATENTS, AWAY_LATENTS = 20, 8, 6
 SWITCH_AT, SWITCH_LATENTS = 6, 12
 DRILLS = ("turn", "step", "switch", "loop")
 _STEP_RANGE, _STEP_GRID = 1.5, 0.125
-"""Range and spacing of the positions that are compared with a frame. The range is a multiple of the
+"""Range and spacing of the positions with which a frame is compared. The range is a multiple of the
 commanded distance, and the spacing is in metres.
 """
 
@@ -81,7 +82,7 @@ commanded distance, and the spacing is in metres.
 
 
 def wandering(number: int, chunks: int, seed: int) -> list[Played]:
-    """Return walks with random keys. The styles alternate between walks, and the prompts of a walk
+    """Return walks with random keys. The styles alternate between walks, and each walk's prompts
     are drawn from those of its style.
     """
     walks = random_walks(number, LATENTS_A_CHUNK * chunks, seed + HELD_OUT)
@@ -106,7 +107,7 @@ def turning(number: int, seed: int) -> list[Played]:
 
 
 def stepping(number: int, seed: int) -> list[Played]:
-    """Return walks that hold `w`, where the way is free for 1.5 times the distance."""
+    """Return walks that hold `w` where the way is free for 1.5 times the commanded distance."""
     far = math.ceil(STEP_LATENTS * _STEP_RANGE)
     keys = torch.full((64 * number, 1 + far), key_bits("w"), dtype=torch.uint8)
     starts, yaw = free_places(64 * number, torch.Generator().manual_seed(seed + HELD_OUT + 3))
@@ -130,14 +131,14 @@ def switching(number: int, seed: int) -> list[Played]:
 
 
 def switched_to(index: int) -> int:
-    """Return the style in which a switching walk ends, which alternates between the two other
+    """Return the style in which a switching walk ends. The result alternates between the two other
     styles.
     """
     return (index + 1 + index // len(STYLES) % 2) % len(STYLES)
 
 
 def looping(number: int, seed: int) -> list[Played]:
-    """Return walks that rest, turn away, turn back and rest."""
+    """Return walks that rest, turn away, turn back and rest again."""
     rest = ("",) * LATENTS_A_CHUNK
     ways = [
         (*rest, *away * AWAY_LATENTS, *back * AWAY_LATENTS, *rest) for away, back in ("lj", "jl")
@@ -178,7 +179,9 @@ def _prompt(style: int, generator: torch.Generator) -> str:
 
 
 def _turn(keys: str) -> float:
-    """Return by how many radians a latent frame with these keys turns to the right."""
+    """Return the angle, in radians to the right, by which these keys turn the camera in a latent
+    frame.
+    """
     return math.radians(YAW_DEGREES) * (("l" in keys) - ("j" in keys))
 
 
@@ -186,8 +189,8 @@ def _turn(keys: str) -> float:
 
 
 def latent_frames(videos: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the video frames at latent frames, [N, L, H, W, 3], which are the last of each four.
-    All videos must have the same length.
+    """Return the video frames at latent frames, [N, L, H, W, 3]: the last frame of each group of
+    four. All videos must have the same length.
     """
     return torch.stack([video[::4] for video in videos])
 
@@ -195,8 +198,8 @@ def latent_frames(videos: Sequence[torch.Tensor]) -> torch.Tensor:
 def against_truth(made_NLHW3: torch.Tensor, truth_NLHW3: torch.Tensor) -> dict[str, list[float]]:
     """Return PSNR, SSIM and sharpness for each chunk, averaged over walks.
 
-    Sharpness is the ratio of the sums over all walks, because a ratio per walk has no meaning for a
-    walk whose truth is a blank wall.
+    Sharpness is the ratio of the sums over all walks, because a per-walk ratio is meaningless if
+    the ground truth is a blank wall.
     """
     out: dict[str, list[float]] = {"psnr": [], "ssim": [], "sharpness": []}
     for start in range(0, made_NLHW3.shape[1], LATENTS_A_CHUNK):
@@ -217,7 +220,7 @@ def against_truth(made_NLHW3: torch.Tensor, truth_NLHW3: torch.Tensor) -> dict[s
 def style_shares(
     frames_NLHW3: torch.Tensor, style_N: torch.Tensor, palette_NLS3: torch.Tensor
 ) -> list[float]:
-    """Return, for each chunk, the share of walks with a mean colour that is closest to the palette
+    """For each chunk, return the share of walks with a mean colour that is closest to the palette
     of their own style.
     """
     shares = []
@@ -232,8 +235,8 @@ def style_shares(
 
 
 def turn_score(videos: Sequence[torch.Tensor], walks: Sequence[Played]) -> dict[str, Any]:
-    """Compare the turn of each latent frame with the commanded one. In the result, `ratio` is the
-    median ratio, and `pixels` is the median movement of the middle of the image.
+    """Compare each latent frame's turn with the commanded one. In the result, `ratio` is the median
+    ratio, and `pixels` is the median movement at the middle of the image.
     """
     ratios, signs = [], 0
     for video, walk in zip(videos, walks, strict=True):
@@ -257,8 +260,8 @@ def turn_score(videos: Sequence[torch.Tensor], walks: Sequence[Played]) -> dict[
 def step_score(
     videos: Sequence[torch.Tensor], walks: Sequence[Played], renderer: Renderer
 ) -> dict[str, Any]:
-    """Return the distance that the camera has walked at each latent frame divided by the distance
-    commanded so far: the median over all frames, and by latent frame.
+    """For each latent frame, divide the distance that the camera has walked by the distance
+    commanded so far. Return the median ratio over all frames and for each latent frame.
     """
     rows = []
     distances = torch.arange(0, STEP_LATENTS * STEP_M * _STEP_RANGE + 1e-6, _STEP_GRID)
@@ -281,8 +284,8 @@ def step_score(
 
 
 def switch_score(videos: Sequence[torch.Tensor], palette_NLS3: torch.Tensor) -> dict[str, Any]:
-    """Return the share of walks that are recognised as the new prompt's style, by the number of
-    chunks after the switch (1 is the first chunk with the new prompt).
+    """Return the share of walks whose style is recognised as the new prompt's, for each chunk from
+    the first one with the new prompt on.
     """
     frames = latent_frames(videos)[:, SWITCH_AT:]
     target = torch.tensor([switched_to(index) for index in range(len(videos))])
@@ -299,7 +302,7 @@ def loop_score(videos: Sequence[torch.Tensor]) -> dict[str, Any]:
     rows = []
     for video in videos:
         first = video[4 * (LATENTS_A_CHUNK - 1)]
-        last = video[-4 * (LATENTS_A_CHUNK - 1) :]  # the first frames of the chunk still turn
+        last = video[-4 * (LATENTS_A_CHUNK - 1) :]  # the chunk's first frames still turn
         rows.append(likeness.decibels((unit(last) - unit(first)).square().mean()))
     return {
         "psnr": _mean(torch.stack(rows)),
@@ -314,11 +317,11 @@ def level_score(
     style_N: torch.Tensor,
     means_S3: torch.Tensor,
 ) -> dict[str, Any]:
-    """Return the mean level of the last tenth of the chunks minus the mean of the style, with pixel
-    values in [-1, 1], and the same value for the truth.
+    """Return the mean level of the last tenth of the chunks minus the style's mean, with pixel
+    values in [-1, 1], and the same difference for the ground truth.
 
-    The walks of a style are averaged, because positions differ in level and a single walk therefore
-    says little.
+    The walks of a style are averaged, because levels differ between positions and a single walk
+    therefore says little.
     """
     chunks = made_NLHW3.shape[1] // LATENTS_A_CHUNK
     first = min(math.floor(0.9 * chunks), chunks - 1)
@@ -358,8 +361,8 @@ def score(
     drills: Sequence[str] = DRILLS,
     strip: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure a world. `drills` contains the names in `DRILLS` that are measured in addition to
-    random walks, and `strip` is the path of an image to write.
+    """Measure a world. `drills` holds the names of the drills in `DRILLS` to measure in addition to
+    random walks, and `strip` is the path of the image to write.
     """
     wander = wandering(walks, chunks, seed)
     made = latent_frames(world.play(wander, truth.starts(wander)))
@@ -393,8 +396,8 @@ def score(
 def write_strip(
     path: Path, made_NLHW3: torch.Tensor, truth_NLHW3: torch.Tensor, *, walks: int = 3
 ) -> None:
-    """Write an image with two rows per walk, the truth above the generated frames. The columns are
-    the last frames of chunks 1, 2, 5, 10, 20, 50 and 100, as far as they exist.
+    """Write an image with two rows per walk, the ground truth above the generated frames. The
+    columns are the last frames of those chunks among 1, 2, 5, 10, 20, 50 and 100 that exist.
     """
     chunks = made_NLHW3.shape[1] // LATENTS_A_CHUNK
     latents = [
@@ -408,7 +411,7 @@ def write_strip(
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options under `omni.model` that the arguments select. `--model-options` overrides
+    """Return the options for `omni.model` that the arguments select. `--model-options` overrides
     them.
     """
     options: dict[str, Any] = {"decoder": args.decoder} if args.decoder else {}
@@ -492,7 +495,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make_truth(args: argparse.Namespace) -> Truth:
-    """Return the truth with which worlds of the selected size are compared."""
+    """Return the ground truth with which worlds of the selected size are compared."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     at_once = 32 if device == "cuda" else 8
     return Truth(Renderer(device, *args.size, compiled=not args.eager, frames_per_call=at_once))
@@ -523,7 +526,7 @@ def run_players(args: argparse.Namespace, truth: Truth) -> dict[str, Any]:
 def make_world(
     args: argparse.Namespace, device: str
 ) -> tuple[EngineWorld | SeveralEngines, dict[str, Any]]:
-    """Start the engine that the arguments select, and return it with its description for the
+    """Start the engine that the arguments select. Return the engine, and its description for the
     result.
     """
     engine: dict[str, Any] = {
@@ -544,7 +547,7 @@ def make_world(
                 "worker_cls": "vllm_omni.worker.SharedGPUWorker",
                 "distributed_executor_backend": "mp",
             }
-    # One forward pass computes all sessions.
+    # All sessions share one forward pass.
     together = {"max_requests_per_step": args.batch, "batch_invariant": False}
     omni = {**together, **args.omni, "model": model_options(args)}
     engine |= {"omni": omni, "batch": args.batch}
@@ -561,7 +564,7 @@ def make_world(
 
 
 def run_uploads(args: argparse.Namespace, truth: Truth) -> dict[str, Any]:
-    """Continue the images from elsewhere, and measure the results."""
+    """Measure how the world continues the images in `uploads.py`."""
     world, shape = make_world(args, truth.renderer.device.type)
     try:
         result = score_uploads(world, tuple(args.size), truth.style_means(), seed=args.seed)
@@ -571,7 +574,7 @@ def run_uploads(args: argparse.Namespace, truth: Truth) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Format the result as a readable table."""
+    """Format the result as a human-readable table."""
     lines = [f"{'chunk':>6} {'psnr':>7} {'ssim':>6} {'sharp':>6} {'style':>6}"]
     for index in range(result["chunks"]):
         row = [result[name][index] for name in ("psnr", "ssim", "sharpness", "style")]
@@ -585,8 +588,8 @@ def table(result: dict[str, Any]) -> str:
 
 
 def own_stdout() -> TextIO:
-    """Return a stream to the standard output that is used only for the result. vLLM and its
-    processes, which log to standard output, write to stderr from now on.
+    """Return a stream to standard output that is reserved for the result. From now on, vLLM and its
+    processes, which would otherwise log to standard output, write to stderr.
     """
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the training machine in under a minute. Prints one line per check and raises an exception
-at the first fault.
+"""Check the training machine in under a minute. The script prints one line per check and raises an
+exception at the first failure.
 
     torchrun --nproc-per-node N -m training.tiny_world.selftest --out DIR [--profile]
 """
@@ -93,7 +93,7 @@ def main() -> None:
 def profile(
     trainer: Trainer, objective: Objective, say: Callable[[str], None], steps: int = 4
 ) -> None:
-    """Print where the time of a step is spent: the longest kernels, and the total of all kernels
+    """Print where a step spends its time: the longest kernels, and the total time of all kernels
     compared with the elapsed time.
     """
     kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -116,8 +116,8 @@ def profile(
 
 
 def check_mask(trainer: Trainer, say: Callable[[str], None]) -> None:
-    """Compare compiled FlexAttention with plain masked attention: flows and gradients, in the dtype
-    of the matrix products.
+    """Compare the flows and gradients of compiled FlexAttention with those of plain masked
+    attention, in the dtype of the matrix products.
     """
     batch = trainer.sampler.draw()
     sigma = trainer.sampler.noise_levels()
@@ -130,7 +130,7 @@ def check_mask(trainer: Trainer, say: Callable[[str], None]) -> None:
         )[(trainer.chunk_B == 1).long()],
         trainer.sizes.tokens,
     ).to(trainer.ranks.device)
-    with torch.no_grad():  # a newly initialised head is zero
+    with torch.no_grad():  # a newly initialised head returns zeros
         before = trainer.model.head.head.weight.clone()
         trainer.model.head.head.weight.normal_(std=0.05)
         for block in trainer.model._blocks():

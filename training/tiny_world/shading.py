@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Colours of the village: light and sky of the three styles, the pattern of the ground, faces,
-leaves, water and fog.
+"""Colours of the village: light and sky of the three styles, the ground pattern, faces, leaves,
+water and fog.
 
 `shade` is written for torch's compiler. The caller gathers the properties of the body that each ray
 hits. Tested by tests/training/tiny_world/test_render.py.
@@ -80,8 +80,8 @@ LIGHTS = (
 
 
 def ground_masks(here_N2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return masks of paths, the pond, and soft patches of grass at points x, z, each [N]. Paths
-    and pond are in [0, 1].
+    """Return masks of paths, the pond and soft patches of grass at points x, z, each [N]. Path and
+    pond masks are in [0, 1].
     """
     x, z = here_N2.unbind(1)
     turn = 2 * math.pi / PERIOD
@@ -131,8 +131,8 @@ def _bilinear(
 
 
 def _sky(rays: torch.Tensor, lights: torch.Tensor) -> torch.Tensor:
-    """Return the colour of the sky and the hills, [B, R, 3], in the direction of each ray. `lights`
-    is [B, 1, 8, 3].
+    """Return the colour of the sky and the hills in each ray's direction, [B, R, 3]. `lights` is
+    [B, 1, 8, 3].
     """
     x, y, z = rays.unbind(-1)
     flat = torch.hypot(x, z).clamp(min=1e-6)
@@ -190,19 +190,20 @@ def shade(
     all_lights: torch.Tensor,
     focal: float,
 ) -> torch.Tensor:
-    """Return the colour of every ray, [B, R, 3]. The caller has gathered the properties of the hit
+    """Return each ray's colour, [B, R, 3]. The caller must have gathered the properties of the hit
     bodies.
     """
     lights = all_lights[style][:, None]
     sky = _sky(rays, lights)
     point = rays * distance[..., None]
 
-    # For bodies with faces, the plane through which the ray enters determines normal and pattern.
+    # For bodies with faces, the plane through which the ray enters determines the normal and the
+    # pattern.
     _, _, face = slabs(rays, normals, offsets)
     chosen = face.long()[..., None, None].expand(*face.shape, 1, 3)
     normal = torch.gather(normals, 2, chosen)[..., 0, :]
-    # Distances along the wall from its middle, for every copy of a body: the offsets of the planes
-    # give the middle.
+    # Distances along the wall from its middle, for every copy of a body. The plane offsets give the
+    # middle.
     side = torch.where(face < 2, 2.0, 0.0)
     pair = torch.stack((side, side + 1), dim=-1).long()
     low = torch.gather(offsets, 2, pair)

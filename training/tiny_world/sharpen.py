@@ -1,29 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Third training phase: an adversary that distinguishes the network's own rollouts from the truth,
+"""Third training phase: an adversary that distinguishes the network's own rollouts from true clips,
 in addition to the regression that preserves the response to controls.
 
     torchrun --nproc-per-node N -m training.tiny_world.sharpen --data DIR --prompts prompts.pt --out
         DIR --resume DIR_OF_ROLLOUT --minutes M [--decoder FILE] [--adversarial R]
 
-Regression gives the mean of all possible continuations, which is blurred, and the last step of the
-few-step sampler cannot undo the blur. The adversary (a patch network over space and time) sees a
-few latent frames of the last step's result, decoded by the frozen decoder (`--decoder`) or, without
-a decoder, as latents. Distribution matching is not used, because it needs a second network that
-follows the generator's distribution and a teacher that is good at every sigma. This teacher is
-trained for only a handful of steps, and the time is better spent on one small adversary.
+Regression gives the mean of all possible continuations. This mean is blurred, and the last step of
+the few-step sampler cannot undo the blur. The adversary (a patch network over space and time) sees
+a few latent frames of the last step's result. The frozen decoder (`--decoder`) decodes them;
+without a decoder, the adversary sees latents. Distribution matching is not used, because it needs a
+second network that follows the generator's distribution and a teacher that is good at every sigma.
+The teacher available here is trained for only a handful of steps, and the time is better spent on
+one small adversary.
 
-- Pairs: the adversary compares a clip with the truth of the same walk, so style, position and
-  motion do not distinguish the two (relativistic loss: softplus of fake minus real). The slope of
-  the adversary is penalised at real and at generated clips, with finite differences instead of
+- Pairs: the adversary compares a clip with the ground truth of the same walk, so style, position
+  and motion do not distinguish the two (relativistic loss: softplus of fake minus real). The
+  adversary's slope at real and generated clips is penalised, using finite differences rather than
   second derivatives.
-- Balance: the adversary's gradient at x0 is scaled to R times the regression's, using running means
-  of both norms, so R has the same meaning for every decoder and adversary. With `--sharpness`, R
-  follows the sharpness of generated frames.
+- Balance: the norm of the adversary's gradient at x0 is scaled to R times that of the regression's
+  gradient, using running means of both norms, so R has the same meaning for every decoder and
+  adversary. With `--sharpness`, R follows the sharpness of generated frames.
 - The adversary is used on every second clip, with all frames at the last step. The other clips are
   trained as in the second phase.
-- After dozens of generated frames, the true position cannot be known, and regression would lead to
-  blur. Regression therefore fades (`Late`): its remaining part controls only the level of a frame,
-  and the adversary determines the content of such frames.
+- After dozens of generated frames, the true position cannot be known, and regression would cause
+  blur. Regression therefore fades (`Late`): what remains of it controls only the level of such
+  a frame, and the adversary determines its content.
 """
 
 import argparse
@@ -46,8 +47,8 @@ from training.tiny_world.train_world import Decode, Losses, Ranks, Trainer, add_
 
 
 class Adversary(nn.Module):
-    """Network that returns logits for patches of a clip [B, c, T, H, W]. `strides` are the spatial
-    strides of all layers except the last.
+    """Network that returns logits for patches of a clip [B, c, T, H, W]. `strides` holds the
+    spatial strides of all layers except the last.
     """
 
     def __init__(self, channels: int, widths: Sequence[int], strides: Sequence[int]) -> None:
@@ -101,13 +102,11 @@ class Contest:
         self.network = network.to(ranks.device)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=lr, betas=(0.0, 0.99))
         self.norms = torch.zeros(2, device=ranks.device)
-        """Running means of the norms of the gradients at x0, for the regression and for the
-        adversary.
-        """
+        """Running means of the gradient norms at x0, for the regression and for the adversary."""
         self.rounds = 0
 
     def look(self, latents: torch.Tensor) -> torch.Tensor:
-        """Convert latents [b, w, 16, h, w] to the input of the adversary, [b, c, T, H, W]."""
+        """Convert latents [b, w, 16, h, w] to the adversary's input, [b, c, T, H, W]."""
         if self.decode is None:
             return latents.transpose(1, 2)
         with torch.autocast(latents.device.type, torch.bfloat16, enabled=latents.is_cuda):
@@ -150,8 +149,8 @@ class Contest:
         }
 
     def scale(self, regression: torch.Tensor, adversary: torch.Tensor) -> torch.Tensor:
-        """Return the factor that gives the adversary's gradient the same norm as the regression's,
-        using the running means of both.
+        """Return the factor that scales the adversary's gradient to the norm of the regression's
+        gradient, using the running means of both norms.
         """
         now = torch.stack((regression.norm(), adversary.norm()))
         keep = min(0.98, self.rounds / (self.rounds + 10))
@@ -174,20 +173,20 @@ class Contest:
 
 
 def sharpness(made: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """Return the mean horizontal difference of neighbouring pixels (or latent values) divided by
-    that of the truth, as a scalar.
+    """Return the mean horizontal difference between neighbouring pixels (or latent values) divided
+    by that of the ground truth, as a scalar.
     """
     return made.diff(dim=-1).abs().mean() / truth.diff(dim=-1).abs().mean().clamp_min(1e-6)
 
 
 class AdversaryWeight:
-    """Ratio of the adversary's gradient to the regression's, which is adjusted until generated
-    frames have the target sharpness.
+    """Ratio of the adversary's gradient norm to the regression's, adjusted until generated frames
+    have the target sharpness.
 
     Args:
         ratio: Initial ratio. If `target` is None, the ratio does not change.
         target: Target value of `sharpness`, for example 0.95.
-        largest: Upper limit of the ratio.
+        largest: Upper limit on the ratio.
         rate: Relative change of the ratio per update and per unit of missing sharpness.
     """
 
@@ -198,7 +197,7 @@ class AdversaryWeight:
         self.target, self.largest, self.rate, self.smallest = target, largest, rate, 0.05
 
     def follow(self, measured: torch.Tensor) -> None:
-        """Adjust the ratio after an update in which frames had the sharpness `measured`. The ratio
+        """Adjust the ratio after an update in which the frames' sharpness was `measured`. The ratio
         remains on its device.
         """
         if self.target is not None:
@@ -208,9 +207,9 @@ class AdversaryWeight:
 
 @dataclass
 class Late:
-    """How the regression fades with the number of frames that the network has generated: from 1 at
-    frame `start` to `weight` at frame `end`. The faded part is replaced by the squared error of a
-    frame's channel means, with the weight `level`.
+    """How the regression fades with the number of frames that the network has generated. The weight
+    falls from 1 at frame `start` to `weight` at frame `end`. The faded part is replaced by the
+    squared error of a frame's channel means, with the weight `level`.
     """
 
     weight: float
@@ -223,19 +222,20 @@ class Late:
         return 1 - (1 - self.weight) * faded
 
     def levels(self, x0: torch.Tensor, truth: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-        """Return the weighted squared error of v in the channel means of each frame, [B, F].
+        """Return each frame's weighted squared error of v in its channel means, [B, F].
 
-        The error is the result of `squares` for means over all positions of a frame.
+        The error is the result of `squares` for means over all positions in a frame.
         """
         means = (x0 - truth).mean((3, 4), keepdim=True)
         return self.level * squares(means, torch.zeros_like(means), sigma)
 
 
 class Sharpening:
-    """Objective of the third phase. `late` defines how the regression fades, and `weight` is the
-    weight of the adversary's gradient. The adversary is trained for `alone` rounds before its
-    gradient is used, and it sees `window` latent frames. `keep` is the weight of the regression on
-    the clips that the adversary sees.
+    """Objective of the third phase.
+
+    `late` defines how the regression fades, and `weight` is the weight of the adversary's gradient.
+    The adversary is trained for `alone` rounds before its gradient is used, and it sees `window`
+    latent frames. `keep` is the weight of the regression on the clips that the adversary sees.
     """
 
     def __init__(
@@ -285,8 +285,8 @@ class Sharpening:
         )
 
     def _frames(self, weights: torch.Tensor) -> torch.Tensor:
-        """Draw the frames of each row that the adversary sees, [rows, window]. Frames that nothing
-        determines are excluded.
+        """Sample the frames of each row that the adversary sees, [rows, window]. Frames whose
+        content nothing determines are excluded.
         """
         num, frames = len(self.rows), weights.shape[1]
         first = (weights[self.rows] == 0).any(1) * 6

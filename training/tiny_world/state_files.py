@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the state of a training run to files that are small enough to be copied back from a GPU
-host.
-"""
+"""Writes a training run's state to files that are small enough to copy back from a GPU host."""
 
 import io
 from pathlib import Path
@@ -10,13 +8,12 @@ from typing import Any
 import torch
 
 _PART_BYTES = 15_500_000
-"""Maximum size of one file of a state, because files that are copied back from a GPU host may have
-at most 16 MiB.
+"""Maximum size of a state file, in bytes. Files copied back from a GPU host can be at most 16 MiB.
 """
 
 
 def write_parts(state: Any, folder: Path, name: str = "state") -> list[Path]:
-    """Write `state` to files `NAME-K.bin` of at most 15.5 MB, and replace older files."""
+    """Write `state` to files `NAME-K.bin` of at most 15.5 MB, replacing older files."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     data = buffer.getvalue()
@@ -33,7 +30,7 @@ def write_parts(state: Any, folder: Path, name: str = "state") -> list[Path]:
 
 
 def read_parts(folder: Path, name: str = "state") -> Any:
-    """Read what `write_parts` wrote. Raises ValueError if there are no files."""
+    """Read the state that `write_parts` wrote. Raises ValueError if there are no files."""
     parts = sorted(folder.glob(f"{name}-*.bin"), key=lambda path: int(path.stem.rsplit("-", 1)[1]))
     if not parts:
         raise ValueError(f"{folder} has no {name}-*.bin to go on from")

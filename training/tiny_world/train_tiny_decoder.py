@@ -4,7 +4,7 @@
     python -m training.tiny_world.train_tiny_decoder --vae vae.pt --out DIR --minutes 4
 
 The script writes `tiny_decoder.pt` (with TAEHV's names, in fp32) and `tiny_decoder_curve.jsonl`.
-The inputs are latents of the autoencoder with added noise, because latents of the transformer are
+The inputs are latents of the autoencoder with added noise, because the transformer's latents are
 never exact. The targets are rendered frames.
 """
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train the world's autoencoder.
 
-The autoencoder must reproduce frames closely, with latents that are smooth enough to be predicted.
+The autoencoder must reproduce frames closely, with latents that are smooth enough to predict.
 
     torchrun --nproc-per-node 2 -m training.tiny_world.train_vae --out DIR --minutes 7
 
 The script writes `vae.pt` (averaged weights in fp32, with normalised latents), `vae_state.pt` (for
---resume) and `vae_curve.jsonl`. Noise on the input of the decoder, and a loss for the divergence
-from the normal distribution, keep details that no context could predict out of the latents. A share
-of the clips consists of an image and grey frames, because the condition of the served model has the
-same form.
+--resume) and `vae_curve.jsonl`. Two measures keep unpredictable details out of the latents: noise
+on the decoder's input, and a loss on the posterior's KL divergence from the standard normal
+distribution. Some of the clips consist of an image followed by grey frames, because the served
+model's condition has the same form.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _GREY_SHARE = 0.05
 def loss_of(
     model: Autoencoder, clips_BTCHW: torch.Tensor, divergence: float, noise: float
 ) -> dict[str, torch.Tensor]:
-    """Return the terms of the loss for one batch. `total` is minimised."""
+    """Return the loss terms for one batch. `total` is minimised."""
     mean, log_variance = model.moments(clips_BTCHW)
     deviation = (0.5 * log_variance).exp()
     extra = noise * torch.rand(len(mean), 1, 1, 1, 1, device=mean.device)
@@ -45,7 +45,7 @@ def loss_of(
 
 @torch.no_grad()
 def evaluate(model: Autoencoder, clips: torch.Tensor) -> dict[str, float]:
-    """Return PSNR and sharpness of held-out clips, and the spread of their latents."""
+    """Return the PSNR and sharpness of held-out clips and the spread of their latents."""
     rows = []
     for part in clips.split(16):
         mean, _ = model.moments(part)
@@ -64,11 +64,11 @@ def evaluate(model: Autoencoder, clips: torch.Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def normalised(model: Autoencoder, clips: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the model's state dict, changed so that latents have zero mean and unit standard
+    """Return the model's state dict, modified so that latents have zero mean and unit standard
     deviation on `clips`.
 
-    The standard deviation includes that of the posterior, so channels that carry no information
-    remain near zero instead of being amplified.
+    The standard deviation includes the posterior's, so channels that carry no information remain
+    near zero instead of being amplified.
     """
     moments = [model.moments(part) for part in clips.split(16)]
     mean, log_variance = (torch.cat(column) for column in zip(*moments, strict=True))

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the transformer of the tiny world: the loop that all phases share, and the first phase,
+"""Train the tiny world's transformer: the loop that all phases share, and the first phase,
 `teacher`.
 
     torchrun --nproc-per-node N -m training.tiny_world.train_world --phase teacher --data DIR
         --prompts prompts.pt --out DIR --minutes M [--total-minutes T] [--resume DIR] [--decay]
 
-A run stops after M minutes of wall time, including compilation, and writes `state-*.bin` (which can
-be resumed) and `curve.jsonl` to `--out`. The learning rate depends on the total minutes of all runs
-so far, relative to T. `--export` writes the averaged weights as the transformer folder of a
-checkpoint. Run `selftest.py` first to check a machine.
+A run stops after M minutes of wall time, including compilation, and writes `state-*.bin` (from
+which training can be resumed) and `curve.jsonl` to `--out`. The learning rate depends on the total
+minutes of all runs so far as a fraction of T. `--export` writes the averaged weights as the
+transformer folder of a checkpoint. Run `selftest.py` first to check a machine.
 
-Phase `teacher` is packed teacher forcing. The network predicts v = eps - x0 from x = (1 - sigma) x0
-+ sigma eps and t = 1000 sigma, because the package's sampler subtracts sigma v to get x0. The loss
-is the mean squared error of v. A loss on x0 would be sigma^2 times this loss. With the sigmas of
-the served steps, a loss on x0 would give the last step (.625 in v2), which determines the visible
-details, only 0.39 of the weight of the first step, which mostly determines positions. A loss on v
-weighs all steps equally.
+The `teacher` phase is packed teacher forcing. The network predicts v = eps - x0 from x = (1 -
+sigma) x0 + sigma eps and t = 1000 sigma, because the package's sampler subtracts sigma v to get x0.
+The loss is the mean squared error of v. A loss on x0 would be sigma^2 times this loss. With the
+sigmas of the served steps, a loss on x0 would give the last step (.625 in v2) only 0.39 of the
+first step's weight. However, the last step determines the visible details, while the first step
+mostly determines positions. A loss on v weights all steps equally.
 
 Tested by tests/training/tiny_world/test_train_world.py.
 """
@@ -54,7 +54,8 @@ from training.tiny_world.world_data import (
 )
 
 _SYNC_STEPS = 20
-"""Number of steps between two checks of the clock, at which ranks also agree on the learning rate.
+"""Number of steps between two checks of the clock. At each check, the ranks also agree on the
+learning rate.
 """
 
 _WARMUP_STEPS = 200
@@ -163,7 +164,7 @@ def read_mix(options: argparse.Namespace) -> Mix:
 
 
 def chunk_lengths(batch: int, single: float) -> torch.Tensor:
-    """Return the chunk length of each clip in a batch. Clips with chunks of one frame come last."""
+    """Return the chunk length of each clip in a batch. Clips with one-frame chunks come last."""
     ones = round(batch * single)
     return torch.tensor([3] * (batch - ones) + [1] * ones)
 
@@ -173,9 +174,9 @@ def chunk_lengths(batch: int, single: float) -> torch.Tensor:
 
 @dataclass
 class Losses:
-    """Result of an objective. `total` is the scalar to differentiate. `by_frame`, [B, F], contains
-    the detached losses, in addition to the sigmas and weights with which the losses were computed.
-    `parts` contains further detached scalars for the curve.
+    """Result of an objective. `total` is the scalar to differentiate. `by_frame`, [B, F], holds the
+    detached losses. `sigma` and `weights` are the sigmas and weights used to compute these losses.
+    `parts` holds additional detached scalars for the curve.
     """
 
     total: torch.Tensor
@@ -254,8 +255,8 @@ class Sums:
 
 
 class Objective(Protocol):
-    """Objective that a phase minimises. `extra_state` returns what the phase needs to resume in
-    addition to weights and momenta, or None.
+    """Objective that a phase minimises. `extra_state` returns any state that the phase needs for
+    resuming in addition to the weights and momenta, or None.
     """
 
     def losses(self) -> Losses: ...
@@ -264,7 +265,7 @@ class Objective(Protocol):
 
 
 class Trainer:
-    """Network, data and optimiser of one process, and the loop that trains until the time limit."""
+    """One process's network, data and optimiser, and the loop that trains until the time limit."""
 
     def __init__(self, options: argparse.Namespace, phase: str, ranks: Ranks | None = None) -> None:
         self.options, self.phase, self.clock = options, phase, Clock(options.minutes)
@@ -298,7 +299,7 @@ class Trainer:
                 self.extra = resumed["extra"]
         if device.type == "cuda" and not options.eager:
             self.model.compile_blocks()
-        # From here on, each rank draws different numbers, and so does each resumed run.
+        # From here on, each rank draws different random numbers, and so does each resumed run.
         torch.manual_seed(1_000_003 * (options.seed + 1) + 1009 * self.step + self.ranks.rank)
 
         prompts = Prompts.load(options.prompts, device)
@@ -335,7 +336,7 @@ class Trainer:
         return self.clock.elapsed() / 60
 
     def _rate(self) -> float:
-        """Return the current factor of the learning rate."""
+        """Return the current learning-rate factor."""
         options, now = self.options, self.minutes()
         if options.decay:
             return max(0.0, 1 - now / options.minutes)
@@ -343,7 +344,7 @@ class Trainer:
         return learning_rate(fraction, warmup=0.0, decay_from=options.decay_from, last=0.01)
 
     def run_objective(self, objective: Objective) -> None:
-        """Train until the time limit of this run, and write state and curve to `--out`."""
+        """Train until this run's time limit, and write the state and the curve to `--out`."""
         options, leads = self.options, self.ranks.leads
         if self.extra is not None:
             objective.load_extra_state(self.extra)
@@ -371,8 +372,8 @@ class Trainer:
                 rate, stop, look, keep = self.ranks.agree([self._rate(), stop, look, keep])
                 if stop:
                     break
-                # The warm-up of a phase is counted in steps, because compilation may take longer
-                # than a share of its time.
+                # A phase's warm-up is counted in steps, because compilation may take longer than
+                # the warm-up's share of the time.
                 rate *= min(1.0, (self.step + _SYNC_STEPS) / _WARMUP_STEPS)
                 self.optimizer.set_scale(rate)
                 if look:
@@ -433,7 +434,7 @@ class Trainer:
         (self.options.out / "curve.jsonl").write_text("\n".join(self.curve) + "\n")
 
     def evaluate(self) -> None:
-        """Record losses and rollouts of the averaged weights on the held-out clips."""
+        """Record the losses and rollouts of the averaged weights on the held-out clips."""
         if self.held is None:
             return
         started = time.monotonic()
@@ -444,9 +445,10 @@ class Trainer:
         self._note({**line, "seconds": round(time.monotonic() - started, 1)})
 
     def _held_losses(self, held: Sampler) -> dict[str, Any]:
-        """Return teacher-forced losses at the sigma of each of the few steps.
+        """Return the teacher-forced losses at each sigma of the few-step schedule.
 
-        Gradients remain enabled, so that no separate graph is compiled."""
+        Gradients remain enabled, so no separate graph is compiled.
+        """
         sums = Sums(self.mix, self.chunk_B, held.device)
         batch = len(self.chunk_B)
         never = torch.zeros(batch, dtype=torch.bool, device=held.device)
@@ -467,8 +469,8 @@ class Trainer:
 
     def _held_rollouts(self, held: Sampler, chunk: int) -> dict[str, Any]:
         """Return scores of rollouts of whole held-out walks that start from only the image, with
-        one, two and four denoise steps. `still` contains the scores of cameras that never move,
-        compared with the start image.
+        one, two and four denoise steps. `still` holds the scores for cameras that never move, whose
+        frames are compared with the start image.
         """
         batch = min(len(held.shard), self.options.held_rollouts)
         index = torch.arange(batch, device=held.device)
@@ -495,8 +497,8 @@ class Trainer:
     def _scored(
         self, made: torch.Tensor, truth: torch.Tensor, *, still: bool = False
     ) -> dict[str, Any]:
-        """Return the mean squared error of a few groups of three latent frames and, with a decoder,
-        the scores of the decoded frames.
+        """Return the mean squared error of a few groups of three latent frames. With a decoder,
+        also return the scores of the decoded frames.
         """
         error = (made - truth).square().mean((0, 2, 3, 4)).unfold(0, 3, 3).mean(1)
         positions = [position for position in (0, 4, 19, 43) if position < len(error)]
@@ -537,8 +539,8 @@ class Trainer:
 
 
 def rollout_sigmas(trained: tuple[float, ...]) -> list[tuple[float, ...]]:
-    """Return the schedules with which rollouts are scored: the trained one, and those with one, two
-    and four steps.
+    """Return the schedules used to score rollouts: the trained schedule, and schedules with one,
+    two and four steps.
     """
     others = [few_step_sigmas(indices=indices) for indices in ((0,), (0, 750), (0, 250, 500, 750))]
     return [trained, *(sigmas for sigmas in others if len(sigmas) != len(trained))]
@@ -546,8 +548,8 @@ def rollout_sigmas(trained: tuple[float, ...]) -> list[tuple[float, ...]]:
 
 @contextmanager
 def fixed_draws(device: torch.device) -> Iterator[None]:
-    """Context manager in which the same random numbers are drawn each time. Later draws are not
-    affected.
+    """Return a context manager in which the same random numbers are drawn each time. Later draws
+    are not affected.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(20)
@@ -555,8 +557,8 @@ def fixed_draws(device: torch.device) -> Iterator[None]:
 
 
 def uncompiled() -> Any:
-    """Return a context manager in which compiled functions run eagerly, so that nothing is compiled
-    for shapes that occur only once.
+    """Return a context manager in which compiled functions run eagerly, so nothing is compiled for
+    shapes that occur only once.
     """
     return torch.compiler.set_stance("force_eager")
 
@@ -564,7 +566,7 @@ def uncompiled() -> Any:
 def make_mask(
     sizes: Sizes, frames: int, chunk_B: torch.Tensor, device: torch.device, *, dense: bool = False
 ) -> Any:
-    """Return the mask for `WorldTransformer.packed`: that of FlexAttention on a GPU unless `dense`
+    """Return the mask for `WorldTransformer.packed`: a FlexAttention mask on a GPU unless `dense`
     is set, and a dense mask otherwise.
     """
     seen = torch.stack(
@@ -577,7 +579,7 @@ def make_mask(
 
 
 def load_decoder(path: Path, device: torch.device) -> Decode:
-    """Load the frozen decoder of the autoencoder. Gradients pass through it."""
+    """Load the autoencoder's frozen decoder. Gradients pass through it."""
     from training.tiny_world import autoencoder  # type: ignore[attr-defined,unused-ignore]
 
     decode: Decode = autoencoder.load_decoder(path, device)
@@ -588,9 +590,9 @@ def load_decoder(path: Path, device: torch.device) -> Decode:
 def frame_scores(
     decode: Decode, made: torch.Tensor, truth: torch.Tensor, *, standing: bool = False
 ) -> dict[str, list[float]]:
-    """Return the PSNR of the video against the decoded truth, and its sharpness (mean horizontal
-    difference divided by that of the truth), for every three latent frames. With `standing`, every
-    frame is compared with the first frame of the truth.
+    """For every three latent frames, return the video's PSNR against the decoded ground truth and
+    its sharpness (mean horizontal difference divided by that of the ground truth). With `standing`,
+    every frame is compared with the ground truth's first frame.
     """
 
     def shown(latents: torch.Tensor) -> torch.Tensor:
@@ -615,7 +617,7 @@ def frame_scores(
 def packed_losses(
     model: WorldTransformer, batch: Batch, sigma: torch.Tensor, context: torch.Tensor, mask: Any
 ) -> Losses:
-    """Return the loss on v of every chunk at `sigma` [B, F], with the clean frames `context` as its
+    """Return every chunk's loss on v at `sigma` [B, F], with the clean frames `context` as its
     past.
     """
     noise = torch.randn_like(batch.latents)
@@ -658,10 +660,10 @@ class TeacherForcing:
 
 
 def export(state_folder: Path, out: Path, chunk_frames: int | None) -> None:
-    """Write the averaged weights of a state as the transformer folder of a checkpoint.
+    """Write a state's averaged weights as the transformer folder of a checkpoint.
 
-    The folder must be named `transformers` as in the layout of v2, because the network was trained
-    for the schedule of v2.
+    The folder must be named `transformers` as in the v2 layout, because the network was trained for
+    the v2 schedule.
     """
     state = read_parts(state_folder)
     sizes = Sizes.read_values(state["sizes"])

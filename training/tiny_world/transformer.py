@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transformer of the tiny world for training: LingBot World's parameters and maths, applied to
-whole clips at once.
+"""The tiny world's transformer for training: LingBot World's parameters and maths, applied to whole
+clips at once.
 
 `packed` runs a clip as one sequence, with the clean frames before the noisy ones. A mask over pairs
-of frames (`masks.py`) lets each frame attend to the same frames as when its chunk is served.
-`clip_window.py` runs clips chunk by chunk, as when served. Parameters have the names of the
-original checkpoint, so `vllm_omni` can load them. This module imports only those parts of
-`vllm_omni` that need nothing but torch, because the training machine may lack the other
-requirements.
+of frames (`masks.py`) lets each frame attend to the same frames as in serving. `clip_window.py`
+runs clips chunk by chunk, as in serving. Parameters have the same names as in the original
+checkpoint, so `vllm_omni` can load them. This module imports only those parts of `vllm_omni` that
+require nothing but torch, because the training machine may lack the other dependencies.
 
-For a given focal length, the camera map is linear in the motion of a frame (translation and
-rotation). The embedding of the map is therefore computed as 12 numbers times a basis that includes
-the weights, without 384-channel maps.
+For a given focal length, the camera map is linear in a frame's motion (translation and rotation).
+The map's embedding is therefore computed as 12 numbers times a basis that includes the weights, so
+no 384-channel maps are created.
 
 Tested by tests/training/tiny_world/test_world_transformer.py, which compares this module with
 `LingBotTransformer`.
@@ -44,9 +43,12 @@ _MOTION = 12
 
 @dataclass(frozen=True)
 class Sizes:
-    """Architecture, and the sizes that are used for serving. `grid` is the number of latent rows
-    and columns. `focals` are the focal lengths, in pixels of the output, for which camera maps can
-    be embedded. `chunk_frames` is the chunk length that the exported checkpoint states.
+    """Network dimensions, and the latent grid, K/V window, chunk length and focal lengths used for
+    serving.
+
+    `grid` is the number of latent rows and columns. `focals` holds the focal lengths, in output
+    pixels, for which camera maps can be embedded. `chunk_frames` is the chunk length stated in the
+    exported checkpoint.
     """
 
     dim: int = 256
@@ -69,12 +71,12 @@ class Sizes:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of one latent frame."""
+        """Number of tokens per latent frame."""
         return self.grid[0] * self.grid[1] // 4
 
     @classmethod
     def read_values(cls, values: Mapping[str, Any]) -> "Sizes":
-        """Create sizes from the result of `asdict`, in which tuples may have become lists."""
+        """Create a `Sizes` from the result of `asdict`, in which lists may have replaced tuples."""
         read: dict[str, Any] = {
             name: tuple(v) if isinstance(v, list) else v for name, v in values.items()
         }
@@ -84,7 +86,7 @@ class Sizes:
         return asdict(self)
 
     def config_json(self) -> dict[str, Any]:
-        """Return the `config.json` of this network in the original layout."""
+        """Return this network's `config.json` in the original layout."""
         return {
             "_class_name": "WanModelFast",
             "model_type": "i2v",
@@ -111,7 +113,7 @@ class Sizes:
 
 
 def linear(x: torch.Tensor, *layers: nn.Linear) -> torch.Tensor:
-    """Apply several layers to the same input as a single product, in the dtype of `x`."""
+    """Apply several layers to the same input as one matrix product, in the dtype of `x`."""
     if len(layers) == 1:
         return functional.linear(x, layers[0].weight.to(x.dtype), layers[0].bias.to(x.dtype))
     weight = torch.cat([layer.weight for layer in layers]).to(x.dtype)
@@ -119,7 +121,7 @@ def linear(x: torch.Tensor, *layers: nn.Linear) -> torch.Tensor:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Apply RMS norm over all heads together, in fp32."""
+    """Apply RMS norm across all heads together, in fp32."""
     x = x.float()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
 
@@ -144,8 +146,8 @@ def patchify(x: torch.Tensor) -> torch.Tensor:
 
 
 def unpatchify(tokens: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-    """Convert patches [B, F, P, 4 c], with values in (row, column, channel) order, to [B, F, c, h,
-    w].
+    """Convert patches [B, F, P, 4 c] to [B, F, c, h, w]. The patch values are in (row, column,
+    channel) order.
     """
     batch, frames, _, values = tokens.shape
     cells = tokens.view(batch, frames, grid[0] // 2, grid[1] // 2, 2, 2, values // 4)
@@ -153,10 +155,10 @@ def unpatchify(tokens: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
 
 
 def camera_basis(focal: float, grid: tuple[int, int]) -> torch.Tensor:
-    """Return the basis of camera maps, fp32 [P, 12, 1536]: the contribution of each of a frame's 12
-    numbers to its tokens of the camera map.
+    """Return the camera map basis, fp32 [P, 12, 1536]: what each of a frame's 12 numbers
+    contributes to the frame's camera map tokens.
 
-    The 12 numbers are the translation x, y, z and then the rows of the rotation. The basis is
+    The 12 numbers are the translation x, y, z, followed by the rows of the rotation. The basis is
     computed in fp64.
     """
     height, width = 8 * grid[0], 8 * grid[1]
@@ -176,8 +178,8 @@ def camera_basis(focal: float, grid: tuple[int, int]) -> torch.Tensor:
 
 
 class RotaryTables(nn.Module):
-    """Rotary angles by (frame, row, column). Each clip has its own frame positions, which are in
-    fp64 so that large positions remain exact.
+    """Rotary angles by (frame, row, column). Each clip has its own frame positions, in fp64 so that
+    large positions remain exact.
     """
 
     frequencies: torch.Tensor
@@ -218,7 +220,7 @@ class RotaryTables(nn.Module):
 
 
 class Attention(nn.Module):
-    """The projections and norms of an attention layer, with Wan's names."""
+    """An attention layer's projections and norms, with Wan's names."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -266,7 +268,9 @@ class Block(nn.Module):
         return 1 + scale.float(), shift.float()
 
     def text_keys_values(self, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the normalised keys and the values of a text [..., X, D], each [..., X, D]."""
+        """Return the text's normalised keys and its values, each [..., X, D]. `text` is [..., X,
+        D].
+        """
         attn = self.cross_attn
         k, v = linear(text, attn.k, attn.v).chunk(2, dim=-1)
         return rms_norm(k, attn.norm_k.weight, self.eps).to(text.dtype), v
@@ -308,7 +312,7 @@ class Block(nn.Module):
         text_v: torch.Tensor,
     ) -> torch.Tensor:
         """Run the part of the block that follows self-attention. `text_k` and `text_v` are [B, g or
-        1, X, D], for each frame or for all frames.
+        1, X, D], either for each frame or for all frames.
         """
         gate1, shift2, scale2, gate2 = modulation[2:]
         dtype, cross = attended.dtype, self.cross_attn
@@ -320,7 +324,7 @@ class Block(nn.Module):
             x, x.shape[-1:], self.norm3.weight.float(), self.norm3.bias.float(), self.eps
         ).to(dtype)
         q = rms_norm(linear(hidden, cross.q), cross.norm_q.weight, self.eps).to(dtype)
-        # Frames with the same text are queries of one attention call.
+        # Frames with the same text become queries of one attention call.
         q, k, v = (
             y.reshape(
                 x.shape[0] * text_k.shape[1], -1, self.heads, x.shape[-1] // self.heads
@@ -349,7 +353,7 @@ class Block(nn.Module):
         """Run the block on packed clips: x fp32 [B, G, P, D], time [B, G, 6, D], camera [B, F P,
         D], text [B, 2, X, D].
 
-        `switched`, bool [B, G], selects the frames that use the second text. Matrix products use
+        `switched`, bool [B, G], selects the frames that use the second text. Matrix products run in
         the dtype of `camera`.
         """
         modulation = self._modulate(time)
@@ -381,8 +385,8 @@ class Block(nn.Module):
         """Run the block on a chunk that attends to cached keys and values, and return x and the
         chunk's own k and v.
 
-        `past_k` and `past_v` are [B, N, K P, H], `allowed` is bool [K P + tokens of the chunk], and
-        `text` contains keys and values [B, 1, X, D].
+        `past_k` and `past_v` are [B, N, K P, H], `allowed` is bool [K P + tokens in the chunk], and
+        `text` holds keys and values [B, 1, X, D].
         """
         modulation = self._modulate(time)
         q, k, v = self._queries_keys_values(x, modulation[0], modulation[1], cos, sin, past_k.dtype)
@@ -415,15 +419,15 @@ class WorldHead(nn.Module):
 
 @dataclass
 class Clips:
-    """Inputs of clips in addition to their latents, on the model's device.
+    """Clip inputs other than the latents, on the model's device.
 
-    `condition`, fp32 [B, F, 20, h, w], contains the mask and the image latents. `motion`, fp32 [B,
-    F, 3, 4], is the rotation followed by the translation. `focal`, int64 [B], is an index into
+    `condition`, fp32 [B, F, 20, h, w], holds the mask and the image latents. `motion`, fp32 [B, F,
+    3, 4], is the rotation followed by the translation. `focal`, int64 [B], is an index into
     `Sizes.focals`. `text`, fp32 [B, 2, X, E], has zero rows after the end of each prompt, and
-    `switched`, bool [B, F], selects the frames with the second text. `positions`, [B, F], are
-    absolute. `rotation`, fp32 [B, F, 3, 3], is from camera to world, and `place`, fp32 [B, F, 33],
-    is the result of `frame_features`. Rotation and place are zero in clips with an unknown world
-    pose.
+    `switched`, bool [B, F], selects the frames that use the second text. `positions`, [B, F], are
+    absolute. `rotation`, fp32 [B, F, 3, 3], maps camera axes to world axes, and `place`, fp32 [B,
+    F, 33], is the result of `frame_features`. `rotation` and `place` are zero in clips with an
+    unknown world pose.
     """
 
     condition: torch.Tensor
@@ -440,13 +444,13 @@ class Clips:
         return self._each(lambda whole: whole, lambda by_frame: by_frame[:, start:stop])
 
     def picked(self, row_R: torch.Tensor, frame_RK: torch.Tensor) -> "Clips":
-        """Return the clips in `row_R`, with frames `frame_RK` of each."""
+        """Return the clips listed in `row_R`, with the frames `frame_RK` of each."""
         return self._each(
             lambda whole: whole[row_R], lambda by_frame: by_frame[row_R.unsqueeze(1), frame_RK]
         )
 
     def standing(self) -> "Clips":
-        """Return the same clips with cameras that stay at their start pose."""
+        """Return the same clips, but with cameras that stay at their start poses."""
         motion = torch.eye(3, 4, device=self.motion.device).expand_as(self.motion)
         rotation, position = (
             self.rotation[:, :1].expand_as(self.rotation),
@@ -463,7 +467,7 @@ class Clips:
         of_clip: Callable[[torch.Tensor], torch.Tensor],
         of_frames: Callable[[torch.Tensor], torch.Tensor],
     ) -> "Clips":
-        """Apply one function to the fields per clip, and another to the fields per frame."""
+        """Apply one function to the per-clip fields and another to the per-frame fields."""
         names = self.__dataclass_fields__
         return Clips(
             *((of_clip if n in ("focal", "text") else of_frames)(getattr(self, n)) for n in names)
@@ -472,7 +476,7 @@ class Clips:
 
 class WorldTransformer(nn.Module):
     """The network. `compute_dtype` is the dtype of matrix products. The residual stream, norms,
-    modulation and head are in fp32.
+    modulation and head stay in fp32.
     """
 
     basis: torch.Tensor
@@ -512,8 +516,8 @@ class WorldTransformer(nn.Module):
         self.initialise()
 
     def initialise(self) -> None:
-        """Initialise the network close to a zero function: no flow, no influence of the camera, and
-        open gates with small updates.
+        """Initialise the network close to a zero function: zero flow, no influence of the camera,
+        and open gates with small updates.
         """
         depth = 2 * len(self.blocks)
         for name, module in self.named_modules():
@@ -542,8 +546,8 @@ class WorldTransformer(nn.Module):
         return layer
 
     def compile_blocks(self) -> None:
-        """Compile the packed forward pass and the chunk forward pass of one block, and reuse both
-        for all blocks.
+        """Compile one block's packed forward pass and chunk forward pass, and reuse both for all
+        blocks.
         """
         for block in self._blocks():
             block.compile(dynamic=False)
@@ -552,8 +556,8 @@ class WorldTransformer(nn.Module):
     # -- embeddings --------------------------------------------------------------------------------
 
     def time(self, timesteps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (embedding [..., D], its six modulation rows [..., 6, D]) of timesteps in 0 to
-        1000, in fp32.
+        """Return (embedding [..., D], its six modulation rows [..., 6, D]) for timesteps in [0,
+        1000], in fp32.
         """
         angles = timesteps.double().unsqueeze(-1) * self.frequencies
         sinusoid = torch.cat((angles.cos(), angles.sin()), dim=-1).float()
@@ -567,8 +571,8 @@ class WorldTransformer(nn.Module):
         return time, linear(functional.silu(time), rows).unflatten(-1, (6, -1))
 
     def camera(self, clips: Clips) -> torch.Tensor:
-        """Return the camera tokens [B, F P, D] for the motion and the world pose of all frames, in
-        the dtype of matrix products.
+        """Return the camera tokens [B, F P, D] for the motion and world pose of all frames, in the
+        dtype of the matrix products.
         """
         motion, focal = clips.motion, clips.focal
         layer = self.patch_embedding_wancamctrl
@@ -587,15 +591,17 @@ class WorldTransformer(nn.Module):
         return patches + linear(hidden, self.c2ws_hidden_states_layer2) + self.world(clips)
 
     def world(self, clips: Clips) -> torch.Tensor:
-        """Return the tokens of the world pose, [B, F P, D]."""
+        """Return the world pose tokens, [B, F P, D]."""
         rays = torch.einsum("bfij,pnj->bfpni", clips.rotation, self.rays).flatten(3)
         position = clips.place.unsqueeze(2).expand(-1, -1, rays.shape[2], -1)
-        # This product uses fp32, because bf16 rounds the direction of a ray by up to half a pixel.
+        # This product runs in fp32, because bf16 rounds a ray's direction by up to half a pixel.
         hidden = linear(torch.cat((rays, position), dim=3).flatten(1, 2), self.world_pose_layer1)
         return linear(functional.silu(hidden).to(self.compute_dtype), self.world_pose_layer2)
 
     def text(self, text: torch.Tensor) -> torch.Tensor:
-        """Project prompt embeddings [..., X, E] to [..., X, D], in the dtype of matrix products."""
+        """Project prompt embeddings [..., X, E] to [..., X, D], in the dtype of the matrix
+        products.
+        """
         first, last = self.text_embedding[0], self.text_embedding[2]
         assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
         hidden = functional.gelu(linear(text.to(self.compute_dtype), first), approximate="tanh")
@@ -626,8 +632,8 @@ class WorldTransformer(nn.Module):
     ) -> torch.Tensor:
         """Predict the flow of every noisy frame, fp32 [B, F, 16, h, w].
 
-        `clean` and `noisy` are fp32 [B, F, 16, h, w]. `timesteps`, [B, F], are the timesteps of the
-        noisy frames. Clean frames have timestep 0.
+        `clean` and `noisy` are fp32 [B, F, 16, h, w]. `timesteps`, [B, F], holds the timesteps of
+        the noisy frames. Clean frames have timestep 0.
         """
         time, rows = self.time(timesteps)
         _, clean_rows = self.time(timesteps.new_zeros(1, 1))
@@ -643,8 +649,8 @@ class WorldTransformer(nn.Module):
         return unpatchify(self.head(x[:, clean.shape[1] :], time), self.sizes.grid)
 
     def export(self, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Write `config.json` and one fp16 safetensors file. `weights` replaces the values of
-        parameters, for example with averages.
+        """Write `config.json` and one fp16 safetensors file. If `weights` is given, its values,
+        for example averages, replace the parameter values.
         """
         from safetensors.torch import save_file
 

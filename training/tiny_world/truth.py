@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renders the expected frames of walks, and computes the mean colours of the styles.
+"""Renders the expected frames of walks and computes the mean colours of the styles.
 
 All frames are uint8 [N, L, H, W, 3] on the CPU, one per latent frame. Tested by
 tests/training/tiny_world/test_score.py.
@@ -18,19 +18,18 @@ from training.tiny_world.walks import free_places
 from vllm_omni.evaluation.likeness import unit
 
 HELD_OUT = 770_001
-"""Offset that is added to the seed of held-out walks, so that training never uses the same seeds.
-"""
+"""Offset added to the seed of held-out walks, so training never uses the same seeds."""
 _REFERENCE_PLACES = 96
 _COARSE = 24, 40
-"""Height and width of renders for mean colours. These renders have the same field of view as the
-full image.
+"""Height and width of renders for mean colours. The field of view is the same as that of the full
+image.
 """
 
 
 def rendered(
     renderer: Renderer, walks: Sequence[Played], latents: slice | None = None
 ) -> torch.Tensor:
-    """Render the truth at latent frames, uint8 [N, L, H, W, 3] on the CPU."""
+    """Render the ground truth at latent frames, uint8 [N, L, H, W, 3] on the CPU."""
     chosen = slice(None) if latents is None else latents
     truths = [walk.walk() for walk in walks]
     positions, yaw, pitch = (
@@ -49,14 +48,14 @@ def start_images(renderer: Renderer, walks: Sequence[Played]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RenderedWorld:
-    """A world that shows the truth, which every measure should rate as perfect."""
+    """A world that shows the ground truth, which every measure should rate as perfect."""
 
     renderer: Renderer
 
     def play(self, walks: Sequence[Played], images_NHW3: torch.Tensor) -> list[torch.Tensor]:
-        """Render latent frames, and repeat each for its video frames.
+        """Render latent frames, and repeat each one to fill its video frames.
 
-        The prompts of a walk select the style.
+        A walk's prompts select the style.
         """
         videos = []
         for walk in walks:
@@ -78,7 +77,7 @@ class RenderedWorld:
 
 @dataclass(frozen=True)
 class Palette:
-    """Computes mean colours of the truth in every style from low-resolution renders."""
+    """Computes the ground truth's mean colours in every style from low-resolution renders."""
 
     renderer: Renderer
 
@@ -87,9 +86,7 @@ class Palette:
         return cls(Renderer(renderer.device, *_COARSE, compiled=renderer.compiled))
 
     def of_styles(self) -> torch.Tensor:
-        """Return the mean colour of each style over fixed positions and headings, in [0, 1], [S,
-        3].
-        """
+        """Return each style's mean colour over fixed positions and headings, [S, 3] in [0, 1]."""
         starts, yaw = free_places(_REFERENCE_PLACES, torch.Generator().manual_seed(HELD_OUT))
         means = []
         for style in range(len(STYLES)):
@@ -100,7 +97,7 @@ class Palette:
         return torch.stack(means)
 
     def of_walks(self, walks: Sequence[Played]) -> torch.Tensor:
-        """Return the mean colour of each latent frame in every style, [N, L, S, 3]."""
+        """Return each latent frame's mean colour in every style, [N, L, S, 3]."""
         shown = [
             unit(rendered(self.renderer, [replace(walk, style=style) for walk in walks])).mean(
                 dim=(3, 4)
@@ -119,7 +116,7 @@ class Truth:
         self._kept: dict[tuple[object, ...], torch.Tensor] = {}
 
     def frames(self, walks: Sequence[Played]) -> torch.Tensor:
-        """Return the frames of each walk in its style."""
+        """Return each walk's frames in its style."""
         return self._once("frames", walks, lambda: rendered(self.renderer, walks))
 
     def starts(self, walks: Sequence[Played]) -> torch.Tensor:

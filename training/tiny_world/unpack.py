@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split an exported world into its components, so that training can be resumed.
+"""Split an exported world into its components so that training can be resumed.
 
     python -m training.tiny_world.unpack DIR --out start
 
-The script writes `vae.pt`, `tiny_decoder.pt`, and the transformer as a state of phase `shipped`.
-Weights are in fp16, as in the export. Layers that the exported transformer lacks are initialised by
-`WorldTransformer.initialise`.
+The script writes `vae.pt`, `tiny_decoder.pt` and the transformer as a state of the `shipped` phase.
+Weights are in fp16, as in the export. `WorldTransformer.initialise` initialises the layers that the
+exported transformer lacks.
 """
 
 import argparse

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how a world continues images from elsewhere, for which no pose is known.
+"""Measures how a world continues images that do not come from its own renderer and have no known
+pose.
 
     python -m training.tiny_world.score --model DIR --seed 1 --uploads
 
-One session starts from each of eight images (`UPLOADS`): three samples of the web page and five
-images of scikit-image. There is no truth, so a result is compared with that of another world:
+One session starts from each of eight images (`UPLOADS`): three sample images from the web page and
+five from scikit-image. Because there is no ground truth, a world's result is compared with that of
+another world:
 
     turn        a look key held: the median turn of a latent frame divided by the commanded turn,
                 and the number of turns in the wrong direction
     step        `w` held: the median growth of the image per latent frame; 1 means no movement. At
                 a depth of d metres, a step of s metres causes a growth of d / (d - s)
-    style       share of walks with a last chunk that is closest to the prompt's style
-    level       mean level of the last chunk minus the mean of the style, in a range of 2
+    style       share of walks whose last chunk is closest to the prompt's style in mean colour
+    level       mean level of the last chunk minus the style's mean, with pixel values in [-1, 1]
 """
 
 import importlib.resources
@@ -37,7 +39,7 @@ TURN_LATENTS, STEP_LATENTS = 20, 8
 
 
 def load_uploads(height: int, width: int) -> torch.Tensor:
-    """Return the start images cropped to a size, uint8 [8, H, W, 3]."""
+    """Return the start images cropped to the given size, uint8 [8, H, W, 3]."""
     samples = importlib.resources.files("vllm_omni.entrypoints.webui") / "static/samples"
     pictures = importlib.resources.files("skimage") / "data"
     files = [samples / name for name in SAMPLES] + [pictures / name for name in PICTURES]
@@ -50,8 +52,8 @@ def load_uploads(height: int, width: int) -> torch.Tensor:
 
 
 def uploaded(keys: Sequence[str], latents: int, seed: int) -> list[Played]:
-    """Return one walk from each image: a latent frame of rest, and then one of `keys`, which is
-    held. The keys alternate between images.
+    """Return one walk from each image: one latent frame at rest, then frames that hold one of
+    `keys`. The keys alternate between images.
     """
     walks = []
     for index in range(len(UPLOADS)):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The village: its objects and their positions, and their colours in each of the three styles.
+"""The village: its objects, their positions, and their colours in each of the three styles.
 
-The village is a square with a side of `PERIOD` metres that repeats in both directions. Houses stand
-around a large open square, so cameras rarely come close to a wall. A church with a spire, a striped
-tower, a pond and hills on the horizon make the directions distinguishable. The axes are those of
-`camera.py`: x right (east), y down, z forward (north), and the ground is `EYE_HEIGHT` below the
-camera. The village is computed only from constants, so its tensors are the same on every machine.
-Tested by tests/training/tiny_world/test_render.py.
+The village fills a square with sides of `PERIOD` metres that repeats in both directions. Houses
+stand around a large open square, so cameras rarely come close to a wall. A church with a spire, a
+striped tower, a pond and hills on the horizon make the directions distinguishable. The axes are
+those of `camera.py`: x right (east), y down, z forward (north), and the ground is `EYE_HEIGHT`
+below the camera. The village is computed from constants only, so its tensors are the same on every
+machine. Tested by tests/training/tiny_world/test_render.py.
 """
 
 # O polyhedra, P = 6 planes of each, E ellipsoids, S styles
@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 import torch
 
 PERIOD = 30.0
-"""Metres after which the village repeats."""
+"""Distance in metres after which the village repeats."""
 EYE_HEIGHT = 1.6
 PITCH_LIMIT_DEGREES = 40.0
-"""Largest angle in degrees by which the camera of the served world can look up or down.
+"""Largest angle in degrees by which the camera in the served world can look up or down.
 
-The range is limited because clouds form rings around the zenith, and the ground directly below a
-camera has a single colour. Random training walks look further, so that the limit is not at the edge
-of the training data.
+The range is limited because clouds form rings around the zenith and the ground directly below a
+camera has only one colour. Random training walks look further up and down, so the limit is not at
+the edge of the training data.
 """
 STYLES = ("day", "dusk", "snow")
 
@@ -100,8 +100,8 @@ WELL = (0.0, 0.6, 0.75)
 
 
 def wrap(offset: torch.Tensor) -> torch.Tensor:
-    """Return the offset in metres, along an axis, to the nearest copy of an object that is `offset`
-    away.
+    """Return the offset in metres, along one axis, to the nearest copy of an object that is
+    `offset` away.
     """
     return offset - PERIOD * torch.round(offset / PERIOD)
 
@@ -111,9 +111,9 @@ class Village:
     """All inputs of the ray caster, in fp32 and on one device.
 
     A point p is inside a polyhedron if normal . (p - centre) <= offset for all six planes in
-    `normals_OP3` and `offsets_OP`. `albedo_SO3` contains the colours of faces, and `accent_SO3`
-    those of windows, gables or stripes. `obstacles_N6` contains walls and trunks as (x, z, half
-    width, half depth, heading, distance that a walker keeps).
+    `normals_OP3` and `offsets_OP`. `albedo_SO3` holds the colours of faces, and `accent_SO3` holds
+    those of windows, gables or stripes. `obstacles_N6` holds walls and trunks as (x, z, half width,
+    half depth, heading, clearance for walkers).
     """
 
     centres_O3: torch.Tensor
@@ -150,7 +150,7 @@ class Village:
 
 @dataclass
 class _Parts:
-    """Collects the primitives of the village. In this class, heights are measured upwards from the
+    """Collects the village's primitives. Heights in this class are measured upwards from the
     ground.
     """
 
@@ -180,7 +180,7 @@ class _Parts:
         albedo: Colour,
         accent: Colour,
     ) -> None:
-        """Add a polyhedron. `local` contains its planes (nx, n up, nz, offset) in the object's own
+        """Add a polyhedron. `local` holds its planes (nx, n up, nz, offset) in the object's own
         axes, which are turned by `heading` degrees.
         """
         cos, sin = math.cos(math.radians(heading)), math.sin(math.radians(heading))
@@ -225,10 +225,9 @@ class _Parts:
         roof: Colour,
         wall: Colour,
     ) -> None:
-        """Add a roof with its ridge along the z axis of the object. `half` is (width, rise / 2,
-        depth).
+        """Add a roof with its ridge along the object's z axis. `half` is (width, rise / 2, depth).
 
-        Gable ends have the pattern of walls.
+        The gable ends have the wall pattern.
         """
         width, rise, depth = half[0], 2 * half[1], half[2]
         slope = math.hypot(width, rise)

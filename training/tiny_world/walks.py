@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks through the village: the keys that are held, and the poses to which they lead.
+"""Walks through the village: the held keys and the resulting poses.
 
 The package's own integrator (`vllm_omni.worlds.movement`) moves the walkers among the walls of the
-village, so training, truth and server agree. The first latent frame of a walk is the start image,
+village, so training, ground truth and server agree. A walk's first latent frame is the start image,
 which held keys do not affect. The network receives the motion that actually took place, for example
-after a collision. All random numbers are drawn from one seed on the CPU, so a walk is the same on
+after a collision. All random numbers are drawn on the CPU from one seed, so a walk is the same on
 every machine. Tested by tests/training/tiny_world/test_walks.py.
 """
 
@@ -31,21 +31,21 @@ from vllm_omni.worlds.movement import (
 )
 
 STEP_M = 0.5
-"""Distance in metres that a walker moves per latent frame while a movement key is held, which is 2
-m/s at 16 frames per second.
+"""Distance in metres that a walker moves per latent frame while a movement key is held. The
+corresponding speed is 2 m/s at 16 frames per second.
 """
 _GRID_CELLS = 300
-"""Cells per side of the occupancy grid; a cell is 10 cm."""
+"""Cells per side of the occupancy grid. Each cell is 10 cm wide."""
 _COMMON_PITCH, _RARE_PITCH = 48, 85
-"""Largest angles in degrees by which walkers look up or down: for most walkers, and for one in
-four.
+"""Largest angles in degrees by which walkers look up or down: the first for most walkers, the
+second for one in four.
 """
 KEYS = ACTION_SPACE.button_names
 _BIT = {key: 1 << index for index, key in enumerate(KEYS)}
 
 _LOOK_VERTICALLY = _BIT["i"] | _BIT["k"]
 
-# (keys, weight) from which the next held keys of a random walker are drawn
+# (keys, weight) from which a random walker's next held keys are drawn
 _HABITS = (
     ("w", 0.40),
     ("wl", 0.13),
@@ -67,9 +67,11 @@ _HABITS = (
 
 @dataclass(frozen=True)
 class Walks:
-    """Several walks. `keys`, uint8 [N, L], contains bits in the order of `KEYS`. `positions`, [N,
-    L, 2], are x, z in metres, and `yaw` and `pitch`, [N, L], are in radians. `relative`, fp32 [N,
-    L, 3, 4], contains each pose relative to the previous one, with one step as the unit of length.
+    """Several walks.
+
+    `keys`, uint8 [N, L], is a bitmask in the order of `KEYS`. `positions`, [N, L, 2], holds x, z in
+    metres, and `yaw` and `pitch`, [N, L], are in radians. `relative`, fp32 [N, L, 3, 4], holds each
+    pose relative to the previous one, with one step as the unit of length.
     """
 
     keys: torch.Tensor
@@ -82,7 +84,7 @@ class Walks:
         return len(self.keys)
 
     def frames(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return positions [N, T, 2], yaw and pitch [N, T] of the video frames, interpolated
+        """Return the video frames' positions [N, T, 2], yaw and pitch [N, T], interpolated
         linearly.
         """
         return (
@@ -92,7 +94,7 @@ class Walks:
         )
 
     def held(self, walk: int) -> list[str]:
-        """Return the held keys of one walk, as one string per latent frame."""
+        """Return one walk's held keys, one string per latent frame."""
         return [
             "".join(key for key in KEYS if bits & _BIT[key]) for bits in self.keys[walk].tolist()
         ]
@@ -118,8 +120,8 @@ def poses_of(positions: torch.Tensor, yaw: torch.Tensor, pitch: torch.Tensor) ->
 
 @cache
 def village_grid() -> OccupancyGrid:
-    """Return the occupancy grid: cells that are inside an obstacle, or closer to it than its
-    clearance.
+    """Return the occupancy grid. A cell is blocked if it is inside an obstacle, or closer to an
+    obstacle than the obstacle's clearance.
     """
     middle = (torch.arange(_GRID_CELLS, dtype=torch.float64) + 0.5) / _GRID_CELLS - 0.5
     z, x = torch.meshgrid(-middle * PERIOD, middle * PERIOD, indexing="ij")
@@ -132,9 +134,9 @@ def random_walks(number: int, length: int, seed: int, *, drills: float = 0.1) ->
     """Draw random walks, which start at free positions and may come close to walls.
 
     A walker alternates between several ways of playing: it wanders and turns away from walls, walks
-    into walls, stands still for up to a minute, spins, presses random keys, holds any keys for up
-    to eight seconds, looks up or down, or moves with a stick at any speed. A share `drills` of the
-    walkers only turns in place, or turns away and back.
+    into walls, stands still for up to a minute, spins, presses random keys, holds arbitrary keys
+    for up to eight seconds, looks up or down, or moves with a stick at varying speeds. A fraction
+    `drills` of the walkers perform drills instead (`_drills`).
     """
     generator = torch.Generator().manual_seed(seed)
     start, yaw = free_places(number, generator)
@@ -155,8 +157,8 @@ def scripted_walks(
     keys_NL: torch.Tensor,
     pitch_N: torch.Tensor | None = None,
 ) -> Walks:
-    """Move cameras from given positions with given keys (bits as in `Walks.keys`), in the same way
-    as the served world. `pitch_N` is in radians.
+    """Move cameras from given positions with given keys (a bitmask as in `Walks.keys`), as the
+    served world would. `pitch_N` is in radians.
     """
     walker = _Walker(start_N2, yaw_N, pitch_N, PITCH_LIMIT_DEGREES)
     for latent in range(keys_NL.shape[1]):
@@ -178,12 +180,12 @@ def free_places(number: int, generator: torch.Generator) -> tuple[torch.Tensor, 
 
 
 class _Habits:
-    """Draws the keys of many random walkers. Each walker plays in one way for a while and then
-    draws another.
+    """Draws the keys for many random walkers. Each walker plays in one way for a while, and then a
+    new way is drawn.
     """
 
-    # Way of playing -> (weight, shortest and longest number of latent frames). The logarithm of the
-    # number is drawn uniformly.
+    # Way of playing -> (weight, shortest and longest number of latent frames). The number is drawn
+    # log-uniformly.
     WAYS: ClassVar[dict[str, tuple[float, int, int]]] = {
         "wander": (0.46, 8, 60),
         "careless": (0.12, 4, 24),
@@ -264,8 +266,9 @@ class _Habits:
 
 
 def _drills(number: int, length: int, generator: torch.Generator) -> torch.Tensor:
-    """Return the keys of drills, uint8 [number, length]: turning in one direction all the time, or
-    away for some latent frames and back for the same number.
+    """Return the drill keys, uint8 [number, length]. A drill turns in one direction throughout, or
+    repeatedly turns away for some latent frames and back for the same number. Drills may start with
+    a short pause, and some of them also walk forward.
     """
     direction = torch.where(torch.rand(number, generator=generator) < 0.5, _BIT["j"], _BIT["l"])
     back = torch.where(direction == _BIT["j"], _BIT["l"], _BIT["j"])
@@ -283,7 +286,7 @@ def _drills(number: int, length: int, generator: torch.Generator) -> torch.Tenso
 
 
 class _Walker:
-    """State of many walkers, which records every latent frame."""
+    """State of many walkers, with a record of every latent frame."""
 
     def __init__(
         self,
@@ -301,8 +304,8 @@ class _Walker:
         self.rows: list[tuple[torch.Tensor, ...]] = []
 
     def level(self, keys: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-        """Replace look keys that would tilt the camera beyond `largest` degrees with their
-        opposites.
+        """Replace look keys that would tilt the camera beyond `largest` degrees with the opposite
+        keys.
         """
         up = ((keys & _BIT["i"]) > 0) & (self.degrees + 3 * PITCH_DEGREES > largest)
         down = ((keys & _BIT["k"]) > 0) & (self.degrees - 3 * PITCH_DEGREES < -largest)
@@ -335,8 +338,8 @@ class _Walker:
 
 
 def _motion(keys_N: torch.Tensor, scale_N: torch.Tensor | float) -> CameraMotion:
-    """Return the motion for keys given as bits. `scale_N` scales the motion, as an analogue stick
-    does.
+    """Return the motion for keys given as a bitmask. `scale_N` scales the motion, as an analogue
+    stick does.
     """
     held = {key: ((keys_N & bit) > 0).double() * scale_N for key, bit in _BIT.items()}
     return CameraMotion(
@@ -349,8 +352,8 @@ def _motion(keys_N: torch.Tensor, scale_N: torch.Tensor | float) -> CameraMotion
 
 
 def _obstructed(slots: torch.Tensor, obstacles_N6: torch.Tensor) -> torch.Tensor:
-    """Return whether a position [..., 2] is closer to an obstacle (a rotated rectangle) than its
-    clearance.
+    """Return whether each position [..., 2] is closer to any obstacle (a rotated rectangle) than
+    that obstacle's clearance.
     """
     x, z, width, depth, heading, clearance = obstacles_N6.to(slots.dtype).unbind(1)
     dx, dz = slots[..., :1] - x, slots[..., 1:] - z

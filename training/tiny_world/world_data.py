@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training clips on the device: shards, prompts, and batches that cover all kinds of sessions.
 
-A batch contains the situations that can occur in a served session: prompts that change during a
-clip (the same walk in another style), frames far from the start (later positions, and sink frames
-of another walk), and both chunk lengths. All random numbers are drawn on the device.
-`--embed-prompts OUT.pt` writes the embeddings of the prompts. Only this option needs the whole of
-`vllm_omni`.
+Batches include the situations that can occur in a served session: prompts that change during a clip
+(the same walk in another style), frames far from the start (later positions, and sink frames of
+another walk), and both chunk lengths. All random numbers are drawn on the device.
+
+`--embed-prompts OUT.pt` writes the prompt embeddings. Only this option needs the whole `vllm_omni`
+package.
 
 `clips.py` writes the shards. Tested by tests/training/tiny_world/test_world_data.py.
 """
@@ -25,12 +26,12 @@ from training.tiny_world.village import PERIOD
 from vllm_omni.model_executor.models.lingbot_world.world_pose import frame_features
 
 CONDITION_FRAMES = 6
-"""Number of latent frames of the condition that a shard contains. All later frames equal the last
-of these frames.
+"""Number of latent frames that a shard stores for the condition. All later frames equal the last
+stored frame.
 """
 
 SHIPPED = Path(__file__).parents[2] / "vllm_omni" / "worlds" / "village"
-"""Directory of the shipped world. All training uses its text encoder."""
+"""Directory of the shipped world. All training runs use its text encoder."""
 
 _FIELDS = ("latents", "condition", "relative", "positions", "angles", "focal", "style", "twin")
 
@@ -52,7 +53,7 @@ class Prompts:
         return cls(torch.cat(by_style).to(device), [len(rows) for rows in by_style])
 
     def draw(self, style_B: torch.Tensor) -> torch.Tensor:
-        """Draw a random prompt of each style in `style_B`, and return [B, X, E]."""
+        """Draw a random prompt for each style in `style_B`, and return [B, X, E]."""
         count = self.counts[style_B]
         return self.rows[self.starts[style_B] + _below(count)]
 
@@ -135,7 +136,7 @@ class Shard:
 
 
 def find_shards(folder: Path, rank: int, world: int) -> list[Path]:
-    """Return the files `clips-N.pt` that this rank reads, which are every `world`-th of them.
+    """Return the files `clips-N.pt` that this rank reads: every `world`-th one.
 
     Raises ValueError if there are no files.
     """
@@ -165,20 +166,22 @@ def rotations(yaw: torch.Tensor, pitch: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Mix:
-    """Settings for drawing batches. All values are probabilities per clip, unless stated otherwise.
+    """Settings for drawing batches. All values are probabilities per clip unless stated otherwise.
 
-    With probability `switch`, the prompt changes during the clip, if the walk exists in another
+    With probability `switch`, the prompt changes during the clip if the walk exists in another
     style. With probability `far`, the clip plays up to `far_frames` latent frames after the start
-    and has sink frames of another walk. `other_sink` is the share of far clips that have sink
-    frames of any style.
-    `few` is the probability that the noise level of a chunk is one of `sigmas`. All other noise
-    levels are continuous, with `shift`. `noisy_context` is the probability that noise of at most
+    and has sink frames from another walk. `other_sink` is the share of far clips whose sink frames
+    can have any style.
+
+    `few` is the probability that a chunk's noise level is one of `sigmas`. All other noise levels
+    are continuous, with `shift`. `noisy_context` is the probability that noise of at most
     `context_sigma` is added to a clean chunk. `second_chunk` is the loss weight of frames 3 to 5,
-    which have the least context. With probability `unknown`, the world pose is left out. `crop` is
-    the number of latent frames of a packed clip: the first frames of the walk are the sink frames,
-    and the others are consecutive frames from a random position (with probability `start`, from the
-    beginning). With probability `other_context`, the clean frames are those of another walk, so
-    that only the pose determines the result.
+    which have the least context. With probability `unknown`, the world pose is left out.
+
+    `crop` is the number of latent frames in a packed clip: the walk's first frames are the sink
+    frames, and the others are consecutive frames from a random position (with probability `start`,
+    from the beginning). With probability `other_context`, the clean frames come from another walk,
+    so only the pose determines the result.
     """
 
     sigmas: tuple[float, ...]
@@ -200,8 +203,8 @@ class Mix:
 def few_step_sigmas(
     shift: float = 5.0, indices: Sequence[int] = (0, 250, 500, 750)
 ) -> tuple[float, ...]:
-    """Return the sigmas with which a served chunk is denoised. The defaults are the `exact`
-    schedule of LingBot World v2.
+    """Return the sigmas used to denoise a served chunk. The defaults are LingBot World v2's `exact`
+    schedule.
     """
     flat = (1 - index / 1000 for index in indices)
     return tuple(shift * sigma / (1 + (shift - 1) * sigma) for sigma in flat)
@@ -209,8 +212,8 @@ def few_step_sigmas(
 
 @dataclass
 class Batch:
-    """A training batch. `latents`, fp32 [B, F, 16, h, w], are the truth. `weights`, fp32 [B, F],
-    are the weights of frames in the loss, with a mean of about 1.
+    """A training batch. `latents`, fp32 [B, F, 16, h, w], holds the ground-truth latents.
+    `weights`, fp32 [B, F], holds the frames' loss weights, with a mean of about 1.
     """
 
     latents: torch.Tensor
@@ -242,7 +245,7 @@ class Sampler:
         self.chunk_B1 = chunk_B.to(self.device).unsqueeze(1)
         self.frame_F = torch.arange(self.frames, device=self.device)
         self.first_BF = self.frame_F // self.chunk_B1 * self.chunk_B1
-        """Index of the first frame of the chunk that each frame belongs to."""
+        """Index of the first frame in each frame's chunk."""
         self.few = torch.tensor(mix.sigmas, device=self.device)
 
     def draw(self) -> Batch:
@@ -258,8 +261,8 @@ class Sampler:
         )
 
     def crops(self, batch: int) -> torch.Tensor:
-        """Draw how many latent frames each crop leaves out after its sink frames, [batch]. Each
-        number is a multiple of three.
+        """Draw the number of latent frames that each crop leaves out after its sink frames,
+        [batch]. Each number is a multiple of three.
         """
         most = (self.shard.frames - self.frames) // 3
         drawn = 3 * (torch.rand(batch, device=self.device) * (most + 1)).long()
@@ -273,8 +276,8 @@ class Sampler:
         unknown_B: torch.Tensor | None = None,
         crop_B: torch.Tensor | None = None,
     ) -> Batch:
-        """Return a batch of the given clips. `switches_B` has an effect only on clips with a twin.
-        If `unknown_B` is None, all poses are known. If `crop_B` is None, no frames are left out.
+        """Return a batch of the given clips. `switches_B` affects only clips with a twin. If
+        `unknown_B` is None, all poses are known. If `crop_B` is None, no frames are left out.
         """
         shard, sizes, batch = self.shard, self.sizes, len(index_B)
         sink_F = self.frame_F < sizes.sink
@@ -329,8 +332,7 @@ class Sampler:
             rotation=rotation,
             place=position,
         )
-        # Without the previous frames and without a pose, nothing determines the first frames after
-        # a gap.
+        # Without the previous frames or a pose, nothing determines the first frames after a gap.
         gap = far_B | (crop_B > 0)
         lost = gap if unknown_B is None else gap & unknown_B
         second = (self.frame_F >= sizes.sink) & (self.frame_F < sizes.sink + 3)
@@ -340,8 +342,8 @@ class Sampler:
         return Batch(latents, clips, weights)
 
     def context(self, latents: torch.Tensor) -> torch.Tensor:
-        """Return the clean frames for training, with a little noise. In some clips, the clean
-        frames are replaced with those of the previous clip in the batch.
+        """Return the clean frames for training, with a little noise. In some clips, they are
+        replaced with the clean frames of the previous clip in the batch.
         """
         swapped = self._chance(len(latents), self.mix.other_context).view(-1, 1, 1, 1, 1)
         shown = torch.where(swapped, latents.roll(1, dims=0), latents)
@@ -367,7 +369,7 @@ class Sampler:
         return values_BF.gather(1, self.first_BF)
 
     def _num_switches(self) -> torch.Tensor:
-        """Return the number of chunks at which a prompt may change, [B, 1]."""
+        """Return the number of chunks at which a prompt can change, [B, 1]."""
         return (self.frames - self.sizes.sink) // self.chunk_B1
 
     def _chance(self, shape: int | torch.Size, probability: float) -> torch.Tensor:
@@ -387,7 +389,7 @@ def noised(latents: torch.Tensor, sigma_BF: torch.Tensor, noise: torch.Tensor) -
 
 
 def synthetic_shard(num: int, frames: int, sizes: Sizes, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Return the fields of a shard with smooth, moving random latents for tests of the trainer. The
+    """Return a shard's fields with smooth, moving random latents, for tests of the trainer. The
     latents do not represent real images.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -443,14 +445,14 @@ def synthetic_prompts(sizes: Sizes, counts: Sequence[int] = (3, 3, 3)) -> dict[s
 def embed_prompts(
     prompts: Mapping[str, Sequence[str]], sizes: Sizes, world: Path = SHIPPED
 ) -> dict[str, Any]:
-    """Embed prompts with the text encoder of the checkpoint `world`. Raises ValueError if a prompt
+    """Embed prompts with the text encoder of the `world` checkpoint. Raises ValueError if a prompt
     is too long and would be truncated.
 
-    The weights of this encoder are random, and other versions of torch and transformers would draw
-    different weights. A world that was trained on the embeddings of one encoder cannot be used with
-    those of another.
+    This encoder's weights are random, and other versions of torch and transformers would draw
+    different weights. A world trained on one encoder's embeddings cannot be used with those of
+    another encoder.
 
-    Embeddings after the end of a prompt are zero and take part in the attention, as in the served
+    Embeddings after the end of a prompt are zero and take part in attention, as in the served
     network.
     """
     from vllm_omni.model_executor.models.wan.text_encoder.encoder import TextEncoder

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ComposedEngine`: one vLLM engine of a composition, with a name that appears in its errors.
+"""`ComposedEngine`: one vLLM engine of a composition. Its errors state the engine's name.
 
-Every request ends in exactly one way: with its last output, a `RequestFailed`, or
-`ComposedEngineDied`. If the reader of the outputs is cancelled or closes the generator early, the
-request is aborted in the engine.
+Every request ends in exactly one way: with its last output, with `RequestFailed`, with
+`ComposedEngineDied`, or with RuntimeError if the engine fails on this request. If the task that
+reads the outputs is cancelled or closes the generator early, the request is aborted in the engine.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ logger = logging.getLogger("vllm." + __name__)
 
 
 class ComposedEngineDied(Exception):
-    """An engine of a composition is dead.
+    """Raised when an engine of a composition is dead.
 
     Requests that need the dead engine fail until the server is restarted.
     """
@@ -40,7 +40,7 @@ class ComposedEngine:
     """One vLLM engine of a composition, for example the talker of a speech model.
 
     Args:
-        name: Name of the engine in errors and traces.
+        name: Engine name for errors and traces.
         engine: Any vLLM `EngineClient`, for example `AsyncLLM`.
         owned: Whether `shutdown` stops the engine.
     """
@@ -70,7 +70,7 @@ class ComposedEngine:
 
         Raises:
             ComposedEngineDied: The engine has died.
-            RequestFailed: The engine accepts no requests at the moment (code `capacity`).
+            RequestFailed: `capacity` if the engine is not currently accepting requests.
             RuntimeError: The engine failed on this request.
         """
         finished = False
@@ -110,8 +110,8 @@ class ComposedEngine:
 
         Raises:
             ComposedEngineDied: The engine has died.
-            RequestFailed: The request failed, or the engine accepts no requests at the moment (code
-                `capacity`).
+            RequestFailed: The request failed, or the engine is not currently accepting requests
+                (code `capacity`).
             RuntimeError: The engine failed on this request.
         """
         last: PoolingRequestOutput[Any] | None = None
@@ -163,7 +163,7 @@ class ComposedEngine:
             )
 
     def shutdown(self) -> None:
-        """Stop the engine and its processes. Idempotent."""
+        """Stop the engine and its processes if this object owns the engine. Idempotent."""
         if self._owned:
             self._owned = False
             self.engine.shutdown()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`run_flow`: runs the steps of a request concurrently and puts their events into a bounded queue.
+"""`run_flow`: runs a request's steps concurrently and puts their events into a bounded queue.
 
-A step is a coroutine function with one argument, `emit`. All steps run concurrently. `emit` waits
-while `max_pending` events have not been read, so a slow reader delays the steps. The first step
-that raises an exception cancels the others, and the reader receives the exception after all earlier
-events. A reader that stops early cancels every step and waits until the steps have cleaned up.
+A step is a coroutine function with one argument, `emit`. While `max_pending` events are unread,
+`emit` waits, so a slow reader delays the steps. If a step raises an exception, the other steps are
+cancelled, and the reader receives the exception after all earlier events. If the reader stops
+early, every step is cancelled, and the generator waits until the steps have cleaned up.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ class _End:
 
 
 async def run_flow(steps: list[Step], max_pending: int = 8) -> AsyncGenerator[Any, None]:
-    """Run the steps concurrently and yield their events in order of emission.
+    """Run the steps concurrently and yield their events in the order in which they were emitted.
 
     Args:
-        steps: Coroutine functions, each with the argument `emit`.
-        max_pending: Maximum number of events that have been emitted but not yet read.
+        steps: Coroutine functions, each with one argument, `emit`.
+        max_pending: Maximum number of events emitted but not yet read.
     """
     queue: asyncio.Queue[Any] = asyncio.Queue(maxsize=max_pending)
 
@@ -61,7 +61,7 @@ async def _call(step: Step, emit: Emit) -> None:
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first exception, which caused the cancellation of the other steps."""
+    """Return the first exception, which caused the other steps to be cancelled."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass the hidden states of one engine as text embeddings to a diffusion request of another engine.
+"""Use one engine's hidden states as text embeddings for a diffusion request to another engine.
 
 Many image models use a language model as their text encoder (for example Qwen2.5-VL for
-Qwen-Image). The AR worker serves this language model, so text encoding shares weights and batches
+Qwen-Image). The AR worker serves the language model, so text encoding shares weights and batches
 with chat requests. The hidden states are sent to the diffusion engine in a binary envelope
 (`outputs.py`), never as JSON.
 """
@@ -23,9 +23,9 @@ from vllm_omni.hidden_states import (
 
 
 def prompt_states_params(layer: int = FINAL) -> SamplingParams:
-    """Return the sampling parameters of a request for the hidden states of its prompt.
+    """Return the sampling parameters for a request that asks for its prompt's hidden states.
 
-    The request samples one token, which is discarded, because vLLM requires at least one.
+    The request samples one token, because vLLM requires at least one. The token is discarded.
 
     Args:
         layer: Index of the layer whose hidden states are requested.
@@ -42,9 +42,9 @@ def prompt_embeds_tensors(
     Args:
         states: Hidden states of a prompt.
         layer: Index of the layer whose hidden states are used.
-        drop_first: Number of leading tokens to drop. These tokens belong to a fixed template, and
-            the image model was not trained with their embeddings.
-        prefix: Prefix of the keys, for example `"negative_"` for the negative prompt.
+        drop_first: Number of leading tokens to drop. They belong to a fixed template whose
+            embeddings the image model was not trained with.
+        prefix: Key prefix, for example `"negative_"` for the negative prompt.
 
     Returns:
         `{"prompt_embeds": [L, D], "prompt_embeds_mask": bool [L]}`.
@@ -74,12 +74,12 @@ async def encode_prompt(
     """Run a prompt through an AR engine and return the text embeddings for a diffusion request.
 
     Args:
-        engine: The engine of the language model.
+        engine: The language model's engine.
         prompt: Prompt in any form that vLLM accepts.
         request_id: Id of the AR request.
         layer: Index of the layer; see `prompt_embeds_tensors`.
         drop_first: Number of leading tokens to drop; see `prompt_embeds_tensors`.
-        prefix: Prefix of the keys of the result; see `prompt_embeds_tensors`.
+        prefix: Key prefix of the result; see `prompt_embeds_tensors`.
 
     Raises:
         RuntimeError: The engine returned no hidden states.

@@ -3,7 +3,7 @@
 
 A model family with speech output starts additional engines alongside the server's engine
 (`ModelFamily.start_speech`). The speech endpoints (`entrypoints/speech`) depend only on this
-interface, and the interface depends neither on a model nor on HTTP.
+interface, which depends neither on a model nor on HTTP.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -22,10 +22,10 @@ class TextDelta:
     """New text of the reply."""
 
     text: str
-    """Text that was added to the reply."""
+    """Text added to the reply."""
     output: RequestOutput
-    """vLLM's output for the language model, which contains, for example, the finish reason and the
-    token ids.
+    """vLLM's output for the language model, including, for example, the finish reason and the token
+    ids.
     """
 
 
@@ -34,7 +34,7 @@ class AudioChunk:
     """The next section of the generated audio."""
 
     samples: torch.Tensor
-    """Audio samples, fp32 [S] in [-1, 1]."""
+    """Audio samples in [-1, 1]. Shape: fp32 [S]."""
     sample_rate: int
     """Sample rate of the audio in Hertz."""
 
@@ -42,14 +42,14 @@ class AudioChunk:
 class SpeechModel(Protocol):
     """Several engines that together generate text and speech.
 
-    `respond` and `read_aloud` raise `RequestFailed`, `ComposedEngineDied`, or vLLM's own client
-    errors. If the caller closes the generator, or the task that reads it is cancelled, the request
-    is aborted in every engine.
+    `respond` and `read_aloud` raise `RequestFailed`, `ComposedEngineDied` or one of vLLM's own
+    client errors. If the caller closes the generator, or the task that reads it is cancelled, the
+    request is aborted in every engine.
     """
 
     @property
     def sample_rate(self) -> int:
-        """Sample rate of every `AudioChunk` in Hertz."""
+        """Sample rate, in Hertz, of every `AudioChunk`."""
 
     @property
     def engines(self) -> Sequence[ComposedEngine]:
@@ -58,7 +58,7 @@ class SpeechModel(Protocol):
         """
 
     def check_voice(self, voice: str | None) -> None:
-        """Check that the model has the voice `voice`.
+        """Check that the model has the given voice.
 
         Raises:
             RequestFailed: `invalid_request`; the message lists the voices.
@@ -80,11 +80,11 @@ class SpeechModel(Protocol):
         voice: str | None = None,
         seed: int | None = None,
     ) -> AsyncGenerator[TextDelta | AudioChunk, None]:
-        """Reply to a rendered prompt. Text and audio are yielded as they are generated.
+        """Reply to a rendered prompt, yielding text and audio as they are generated.
 
         Args:
             engine_input: The rendered prompt.
-            params: Sampling parameters of the text.
+            params: Sampling parameters for the text.
             request_id: Id of the request.
             voice: Name of the voice. None or "" selects the model's default.
             seed: Seed for sampling the audio. None selects a random seed.
@@ -99,7 +99,7 @@ class SpeechModel(Protocol):
         voice: str | None = None,
         seed: int | None = None,
     ) -> AsyncGenerator[AudioChunk, None]:
-        """Synthesize a given reply word for word.
+        """Synthesize the given reply word for word.
 
         Args:
             prompt_ids: Tokens of the conversation up to the reply.

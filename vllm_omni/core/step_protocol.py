@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol between the scheduler and the diffusion workers: the messages of an engine step, and
-the order of chunks.
+"""The protocol between the scheduler and the diffusion workers: an engine step's messages, and the
+order of chunks.
 
-- `SchedulerNote`: message from the scheduler to the runner about one request. The note is sent in
-  the `extra_kwargs` of the request's `PoolingParams`. A client cannot send a note, because the
+- `SchedulerNote`: a message from the scheduler to the runner about one request. The note is sent in
+  the `extra_kwargs` of the request's `PoolingParams`. Clients cannot send notes, because the
   scheduler removes the note's key from incoming requests.
-- `StepOutput`: message from the diffusion runner to the scheduler after one engine step. The
+- `StepOutput`: a message from the diffusion runner to the scheduler after one engine step. The
   message is a `ModelRunnerOutput` with additional fields, sent from the worker process to the
-  engine. vLLM's own schedulers ignore the additional fields.
-- `ChunkOrder`: the rule for when a chunk may run a step while other chunks of its session are in
-  flight. A chunk may run a step only while its predecessor in the session is at least `lag_steps`
-  steps ahead. The first chunk of a session runs alone, because there is no session to continue
-  until it has been committed. The rule is applied in two places: the scheduler applies it to
-  requests (`ScheduledStreams`), and the first pipeline stage applies it to the chunks that it has
-  started (`ChunksInFlight`).
+  engine. vLLM's own schedulers ignore these fields.
+- `ChunkOrder`: the rule that determines when a chunk may run a step while other chunks of its
+  session are in flight. A chunk may run a step only while its predecessor in the session is at
+  least `lag_steps` steps ahead. The first chunk of a session runs alone, because later chunks have
+  nothing to continue until it has been committed. The rule is applied in two places: the scheduler
+  applies it to requests (`ScheduledStreams`), and the first pipeline stage applies it to the chunks
+  that it has started (`ChunksInFlight`).
 """
 
 import copy
@@ -30,15 +30,16 @@ if TYPE_CHECKING:
 
 
 DONE = math.inf
-"""Step number of a chunk that has no steps left. A chunk with this number never delays its
-successor."""
+"""Step number of a chunk with no remaining steps. A chunk with this number never delays its
+successor.
+"""
 
 
 class ChunkOrder:
-    """Order of the chunks of a session.
+    """Order of a session's chunks.
 
     Args:
-        limit: Maximum number of chunks of a session in flight (`omni.chunks_in_flight`). With 1,
+        limit: Maximum number of chunks in flight per session (`omni.chunks_in_flight`). If 1,
             chunks run one after another.
     """
 
@@ -51,8 +52,8 @@ class ChunkOrder:
 
         Args:
             step: Number of steps that the chunk has run; None if it has not started.
-            ahead: Number of steps run by each earlier chunk of the session that is still in flight,
-                oldest chunk first.
+            ahead: Number of steps run by each of the session's earlier chunks that are still in
+                flight, oldest chunk first.
             established: Whether the session has a committed chunk that the chunks in flight
                 continue.
         """
@@ -64,8 +65,7 @@ class ChunkOrder:
 
 
 def turn(chunk_index: int | None) -> float:
-    """Return the sort key of a request within its session. Requests without a chunk index are
-    sorted last."""
+    """Return a request's sort key within its session. Requests without a chunk index come last."""
     return math.inf if chunk_index is None else chunk_index
 
 
@@ -93,7 +93,7 @@ class SchedulerNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 def without_note(params: "PoolingParams") -> "PoolingParams":
-    """Return `params` without any value that a client has set under the note's key."""
+    """Return `params` without any value that a client has set for the note's key."""
     if not params.extra_kwargs or _KEY not in params.extra_kwargs:
         return params
     bare = copy.copy(params)
@@ -107,9 +107,9 @@ class ChunkProgress(NamedTuple):
     step: int
     """Number of steps that the chunk has finished."""
     num_steps: int
-    """Total number of steps of the chunk."""
+    """The chunk's total number of steps."""
     size: int
-    """Number of elements of the latents, to which the cost of a forward pass is proportional."""
+    """Number of latent elements. The cost of a forward pass is proportional to this number."""
 
 
 @dataclass
@@ -117,15 +117,16 @@ class StepOutput(ModelRunnerOutput):
     """Output of the diffusion runner for one engine step."""
 
     denoised: tuple[str, ...] = ()
-    """Requests whose chunk is committed while its result is still being decoded or copied. Each of
-    these requests is scheduled once more to deliver its result. The session's next chunk may start
-    immediately.
+    """Requests whose chunks have been committed while their results are still being decoded or
+    copied. Each of these requests is scheduled once more to deliver its result. The session's next
+    chunk may start immediately.
     """
     committed: tuple[str, ...] = ()
-    """Requests whose chunk was committed in this step."""
+    """Requests whose chunks were committed in this step."""
     lag_steps: int = 1
     """Minimum number of steps by which a chunk lags behind its predecessor
-    (`omni.chunks_in_flight`)."""
+    (`omni.chunks_in_flight`).
+    """
     progress: dict[str, ChunkProgress] = field(default_factory=dict)
     """Progress of the unfinished chunks in this step, by request id."""
     before_s: float | None = None
@@ -133,4 +134,6 @@ class StepOutput(ModelRunnerOutput):
     unknown or if the host does not run ahead of the device.
     """
     unfinished: bool = False
-    """Whether the device is still running this step, because the host runs ahead of the device."""
+    """Whether the device is still running this step. This is possible because the host runs ahead
+    of the device.
+    """

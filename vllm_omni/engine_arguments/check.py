@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the arguments of a start command against the table in `table.py`. A refused argument
-results in a one-line error.
+"""Checks a start command's arguments against the table in `table.py`. If an argument is refused,
+the error is one line.
 
-`vllm serve --omni` can inspect the parsed command line. An argument whose value differs from vLLM's
-default must have been given by the user (`requested_on_command_line`). Plain `vllm serve` and
-`LLM(...)` provide only a `VllmConfig` (`requested_in_config`). Every argument is a field of the
-config, and the config hook runs before vLLM fills in values for the platform, the model and the
-optimization level. `_DECIDED_BY_VLLM` lists the values that vLLM sets even before the hook runs. An
-argument is never refused if its value is the one that vLLM would use anyway.
+`vllm serve --omni` can inspect the parsed command line. If an argument's value differs from vLLM's
+default, the user must have set it (`requested_on_command_line`). Plain `vllm serve` and `LLM(...)`
+provide only a `VllmConfig` (`requested_in_config`). Every argument is a field in the config, and
+the config hook runs before vLLM fills in values for the platform, the model and the optimization
+level. `_DECIDED_BY_VLLM` lists the values that vLLM sets even before the hook runs. An argument is
+never refused if its value is the one that vLLM would use anyway.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ _SECTIONS = (
     "aux_output_config",
     "",
 )
-"""Sections of the config that are searched for a field, in this order."""
+"""Config sections that are searched for a field, in this order."""
 
 _PATHS = {
     "kv_cache_dtype": "cache_config.cache_dtype",
@@ -47,14 +47,15 @@ _PATHS = {
     "max_cudagraph_capture_size": "compilation_config.max_cudagraph_capture_size",
     "lora_target_modules": "lora_config.target_modules",
 }
-"""Paths of fields that have a different name in the config than in the engine arguments."""
+"""Paths of fields whose names in the config differ from those in the engine arguments."""
 
 _DECIDED_BY_VLLM: dict[str, Callable[["VllmConfig"], Any]] = {
     "enable_prefix_caching": lambda config: config.model_config.is_prefix_caching_supported,
     "elastic_ep_max_dp_size": lambda config: config.parallel_config.data_parallel_size,
 }
-"""Functions that return the value that vLLM itself sets. The table contains the fields for which
-this value may differ from the field's default."""
+"""Functions that return the value that vLLM itself sets for a field. The keys are the fields for
+which this value can differ from the field's default.
+"""
 
 _PARTS = {
     "attention_config": {"attention_backend"},
@@ -62,8 +63,8 @@ _PARTS = {
     "compilation_config": {"cudagraph_capture_sizes", "max_cudagraph_capture_size"},
     "aux_output_config": {"enable_return_routed_experts"},
 }
-"""For each argument in the keys, the arguments whose values vLLM copies into it. Only the argument
-that the user has given is reported.
+"""For each argument among the keys, the arguments whose values vLLM copies into it. Only the
+argument that the user has set is reported.
 """
 
 
@@ -82,7 +83,8 @@ def check_config(worker: WorkerKind, vllm_config: "VllmConfig") -> None:
 
 def refusal_of(worker: WorkerKind, requested: Mapping[str, Any]) -> str | None:
     """Return one line that lists the refused arguments and their alternatives, or None if no
-    argument is refused."""
+    arguments are refused.
+    """
     refused = []
     for name in ARGUMENTS.keys() & requested.keys():
         argument, value = ARGUMENTS[name], requested[name]
@@ -100,9 +102,9 @@ def requested_on_command_line(
     """Return the engine arguments that differ from vLLM's defaults.
 
     Args:
-        parsed: Namespace that vLLM's parser returned for the user's command line.
+        parsed: Namespace that vLLM's parser returns for the user's command line.
         plain: Namespace that vLLM's parser returns for an empty command line. The comparison needs
-            this namespace, because a few defaults of the parser differ from those of the engine.
+            this namespace, because a few of the parser's defaults differ from the engine's.
     """
     defaults = _defaults()
     return {
@@ -115,12 +117,12 @@ def requested_on_command_line(
 def requested_in_config(vllm_config: "VllmConfig", names: Iterable[str]) -> dict[str, Any]:
     """Return the named fields that the user has set, with their values in the config.
 
-    A field counts as set by the user if its value differs from the value that vLLM sets by itself.
+    A field counts as set by the user if its value differs from the one that vLLM sets by itself.
     """
     defaults, requested = _defaults(), {}
     for name in names:
         if name not in defaults:
-            continue  # the installed version of vLLM does not have this field yet
+            continue  # the installed vLLM version does not have this field yet
         found, value = _look_up(vllm_config, name)
         if name == "enable_lora":
             found, value = True, vllm_config.lora_config is not None
@@ -146,7 +148,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _look_up(vllm_config: "VllmConfig", name: str) -> tuple[bool, Any]:
-    """Return whether the config has the argument, and the value of the argument."""
+    """Return whether the config has the argument, and the argument's value."""
     if name in _PATHS:
         return _follow(vllm_config, _PATHS[name])
     for section in _SECTIONS:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combinations of vLLM's arguments that this package refuses, and a server's default worker and
-scheduler classes.
+"""Combinations of vLLM arguments that this package refuses, and the default worker and scheduler
+classes for a server.
 
-`vllm serve --omni` checks the flags of the command line (`entrypoints/cli/serve.py`). All other
-ways to start an engine check vLLM's config (`registration.py`). A check that fails raises
-ValueError with a one-line message. This module does not import vLLM.
+`vllm serve --omni` checks the command-line flags (`entrypoints/cli/serve.py`). All other ways of
+starting an engine check vLLM's config (`registration.py`). If a check fails, it raises ValueError
+with a one-line message. This module does not import vLLM.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,21 +27,21 @@ _SCHEDULER_ADVICE = (
 
 
 def is_ar_worker(worker_cls: str) -> bool:
-    """Return whether `--worker-cls` is this package's worker for language models."""
+    """Return whether `--worker-cls` names this package's worker for language models."""
     return worker_cls.startswith("vllm_omni.worker.") and worker_cls.rpartition(".")[2].startswith(
         "AR"
     )
 
 
 def is_diffusion_worker(worker_cls: str) -> bool:
-    """Return whether `--worker-cls` is one of this package's diffusion workers."""
+    """Return whether `--worker-cls` names one of this package's diffusion workers."""
     return worker_cls.startswith("vllm_omni.worker.") and not is_ar_worker(worker_cls)
 
 
 def check_diffusion_worker(worker_cls: str) -> None:
     """Refuse workers that cannot run a diffusion model.
 
-    This function accepts user-defined worker classes, which are checked when the worker starts.
+    User-defined worker classes are accepted here and checked when the worker starts.
     """
     if is_ar_worker(worker_cls) or worker_cls.startswith("vllm.v1.worker."):
         raise ValueError(
@@ -88,7 +88,7 @@ def check_async_scheduling(requested: bool) -> None:
 
 
 def check_runner(runner: str) -> None:
-    """Check that `--runner` has a value that diffusion models support."""
+    """Check that the value of `--runner` is one that diffusion models support."""
     if runner not in ("auto", "pooling"):
         raise ValueError(f"--runner {runner}: this checkpoint requires 'pooling'; drop the flag")
 
@@ -124,11 +124,11 @@ def check_heads(ranks: int, hf_config: Mapping[str, Any]) -> None:
 
 
 def check_one_device(sizes: Mapping[str, int], executor_cls: str) -> None:
-    """Refuse several ranks for a model family whose executor runs in a single process.
+    """Refuse several ranks for a model family whose executor runs in one process.
 
     Args:
-        sizes: Number of ranks that each flag requests, by flag.
-        executor_cls: Name of the family's executor class.
+        sizes: Number of ranks requested by each flag.
+        executor_cls: Name of the model family's executor class.
     """
     for flag, ranks in sizes.items():
         if ranks > 1:
@@ -139,7 +139,7 @@ def check_one_device(sizes: Mapping[str, int], executor_cls: str) -> None:
 
 
 def check_backend(backend: Any, executor_cls: str) -> None:
-    """Refuse backends that start workers if the model family's executor runs without workers."""
+    """If the model family's executor runs without workers, refuse backends that start workers."""
     if backend in ("ray", "external_launcher"):
         raise ValueError(
             f"--distributed-executor-backend {backend} starts workers; this checkpoint requires "
@@ -158,8 +158,8 @@ def check_quantization(
     """Check that the requested quantization fits the checkpoint, the device and the options.
 
     Args:
-        method: Value of `--quantization`, or the quantization method of the stored checkpoint.
-        omni: Options of this package.
+        method: Value of `--quantization`, or the stored checkpoint's quantization method.
+        omni: This package's options.
         has_config: Whether `--quantization-config` is given.
         cpu: Whether the model runs on a CPU.
         stored: Description of the checkpoint's quantization (`checkpoint/quantization.py`).
@@ -198,7 +198,8 @@ def check_quantization(
 
 def _not_on_cpu(stored: Mapping[str, Any]) -> str | None:
     """Return the name of the stored quantization format if vLLM has no CPU kernel for it, otherwise
-    None."""
+    None.
+    """
     method = stored["quant_method"]
     if method == "fp8":
         return None if stored.get("weight_block_size") else "FP8 with a scale per tensor"
@@ -216,16 +217,16 @@ def _not_on_cpu(stored: Mapping[str, Any]) -> str | None:
 
 
 def check_preset_precision(preset: ServedPreset, dtype: str, *, has_fp8: bool, device: str) -> None:
-    """Check that the device supports FP8 if a preset requires it.
+    """If a preset requires FP8, check that the device and the model's dtype allow it.
 
     Args:
         preset: The preset.
-        dtype: Name of the model's dtype, without the prefix "torch.".
+        dtype: Name of the model's dtype, without the "torch." prefix.
         has_fp8: Whether the device has FP8 units.
         device: Name of the device, for the error message.
 
     Raises:
-        ValueError: The preset requires FP8, and the device does not support it.
+        ValueError: The preset requires FP8, but the device or the model's dtype does not allow it.
     """
     uses = [preset.quantization and "weights", preset.kv_cache_dtype and "keys and values"]
     parts = " and ".join(part for part in uses if part)
@@ -243,11 +244,11 @@ def check_preset_precision(preset: ServedPreset, dtype: str, *, has_fp8: bool, d
 
 
 def check_adapters(enabled: bool, omni: OmniConfig, *, taken: bool) -> None:
-    """Check `--enable-lora` against the model family and the options.
+    """Check that the model family and the options are compatible with `--enable-lora`.
 
     Args:
         enabled: Whether the flag is given.
-        omni: Options of this package.
+        omni: This package's options.
         taken: Whether the model family supports adapters.
     """
     if enabled and not taken:
@@ -287,12 +288,12 @@ def check_stages_scheduler(stages: int, *, by_step: bool) -> None:
 
 
 def check_chunks_ahead(omni: OmniConfig, *, stages: int, by_step: bool) -> None:
-    """Check that the number of stages and the scheduler support `omni.chunks_in_flight` and
-    `omni.pipeline` "temporal".
+    """Check that the number of stages and the scheduler support `omni.chunks_in_flight` and the
+    "temporal" value of `omni.pipeline`.
 
     Args:
-        omni: Options of the server. The model family has already checked that its model supports
-            the two options.
+        omni: The server's options. The model family has already checked that its model supports
+            these two options.
         stages: Value of `--pipeline-parallel-size`.
         by_step: Whether the scheduler runs one denoise step per engine step.
     """

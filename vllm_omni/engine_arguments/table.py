@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields of vLLM's `AsyncEngineArgs` that a worker refuses or treats differently.
 
-A field is *refused* if a worker would ignore it although the user expects an effect on memory,
+A field is *refused* if a worker would ignore it although the user expects it to affect memory,
 speed, precision, data or parallelism. A refusal names an alternative. A field is *honoured* with a
 note if its effect differs from vLLM's documentation. All other fields are listed in `PLAIN_FIELDS`.
-A test (tests/test_engine_arguments.py) fails if a version of vLLM has a field that is in neither
-list. This module does not import vLLM.
+A test (tests/test_engine_arguments.py) fails if a vLLM version has a field that is in neither list.
+This module does not import vLLM.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 
 
 class WorkerKind(StrEnum):
-    """Kinds of workers that serve a model."""
+    """Kinds of workers that can serve a model."""
 
     DIFFUSION = "diffusion worker"
     DIFFUSERS = "diffusers executor"
@@ -33,10 +33,10 @@ class ArgumentVerdict:
     """
     why: str = ""
     """The alternative for a refused argument; otherwise the difference from vLLM's documentation.
-    The text completes the argument's line on the generated page.
+    The generated page appends this text to the argument's line.
     """
     unless: tuple[Any, ...] = ()
-    """Values that are still accepted when the argument is otherwise refused."""
+    """Values that are accepted even though the argument is otherwise refused."""
 
 
 NO_EFFECT: Final = ArgumentVerdict("no effect")
@@ -47,11 +47,11 @@ class EngineArgument:
     """One field of vLLM's `AsyncEngineArgs`, with its effect on each worker."""
 
     name: str
-    """Name of the field of `AsyncEngineArgs`."""
+    """Field name in `AsyncEngineArgs`."""
     verdicts: dict[WorkerKind, ArgumentVerdict]
     """Effect of the field on each kind of worker."""
     since: str
-    """First supported version of vLLM that has the field."""
+    """First supported vLLM version that has the field."""
 
     @property
     def flag(self) -> str:
@@ -60,19 +60,20 @@ class EngineArgument:
 
 @dataclass(frozen=True)
 class ArgumentGroup:
-    """Fields of `AsyncEngineArgs` whose effects on the workers are the same."""
+    """Fields of `AsyncEngineArgs` that have the same effects on the workers."""
 
     names: str
     """Names of the fields in this group, separated by spaces."""
     diffusion: ArgumentVerdict
     """Effect of the fields on the diffusion worker."""
     diffusers: ArgumentVerdict | None = None
-    """Effect of the fields on the diffusers executor. If None, the effect is the same as on the
-    diffusion worker."""
+    """Effect of the fields on the diffusers executor. If None, it is the same as on the diffusion
+    worker.
+    """
     ar: ArgumentVerdict = ArgumentVerdict("honoured")
     """Effect of the fields on the autoregressive worker. Default: honoured."""
     since: str = "0.32"
-    """First supported version of vLLM that has the fields. Default: 0.32."""
+    """First supported vLLM version that has the fields. Default: 0.32."""
 
     def arguments(self) -> Iterator[EngineArgument]:
         diffusers = self.diffusion if self.diffusers is None else self.diffusers
@@ -443,9 +444,8 @@ PLAIN_FIELDS: Final[Mapping[str, str]] = {
     ),
     "0.33": ("monokernel watchdog_config"),
 }
-"""Fields without an entry in the table, by the first supported version of vLLM that has them. Each
-of these fields works as documented by vLLM, or configures a component that this package does not
-have.
+"""Fields without an entry in the table, by the first supported vLLM version that has them. Each of
+these fields works as documented by vLLM, or configures a component that this package does not have.
 """
 
 ARGUMENTS: dict[str, EngineArgument] = {
@@ -456,4 +456,4 @@ KNOWN_FIELDS: Final = {
     **{argument.name: argument.since for argument in ARGUMENTS.values()},
     **{name: since for since, names in PLAIN_FIELDS.items() for name in names.split()},
 }
-"""All known fields, each with the first supported version of vLLM that has it."""
+"""All known fields, each with the first supported vLLM version that has it."""

@@ -8,7 +8,7 @@
 
 vLLM loads this plugin if `VLLM_PLUGINS` names it. The two text routes keep vLLM's own handlers. The
 plugin replaces only the engine client that these handlers call. The replacement,
-`EngineClientWithHiddenStates`, stores hidden states if a request specifies them and forwards all
+`EngineClientWithHiddenStates`, stores hidden states for requests that ask for them and forwards all
 other requests unchanged.
 """
 
@@ -63,7 +63,7 @@ client.
 
 
 def _with_principal(app: ASGIApp) -> ASGIApp:
-    """Wrap an ASGI application so that the client of each request is recorded in `_principal`."""
+    """Wrap an ASGI application so that each request's principal is recorded in `_principal`."""
 
     async def noted(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":  # the server runs each request in a separate task
@@ -81,7 +81,7 @@ class HiddenStatesEndpoint:
     name = "vllm_omni_ar"
     required_tasks: tuple[SupportedTask, ...] | None = ("generate",)
     """Tasks that the plugin serves. vLLM loads the plugin only if the served model supports at
-    least one of the tasks.
+    least one of them.
     """
 
     def __init__(self) -> None:
@@ -141,10 +141,10 @@ class HiddenStatesEndpoint:
 
 
 class EngineClientWithHiddenStates:
-    """Engine client that stores hidden states for the requests that specify them.
+    """Engine client that stores hidden states for requests that ask for them.
 
-    All other attributes are forwarded to the wrapped client because vLLM's handlers read many of
-    them, and each vLLM version adds more.
+    All other attributes are forwarded to the wrapped client, because vLLM's handlers read many of
+    them and each vLLM version adds more.
     """
 
     def __init__(self, client: EngineClient, store: HiddenStatesStore) -> None:

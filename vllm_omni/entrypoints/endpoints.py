@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ENDPOINTS`: the table of all endpoints that this package adds to vLLM's API server.
 
-A new endpoint is one row of `ENDPOINTS`: a class with the methods of
-`server_context.ServerEndpoint`. A WebSocket endpoint needs no class of its own because
-`WebSocketEndpoint` takes its paths and its handler as arguments.
+To add an endpoint, add one row to `ENDPOINTS`: a class with the methods of
+`server_context.ServerEndpoint`. WebSocket endpoints need no class of their own, because
+`WebSocketEndpoint` takes their paths and handlers as arguments.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -41,8 +41,8 @@ class WebSocketEndpoint:
         """Initialize the endpoint.
 
         Args:
-            paths: Paths of the endpoint.
-            create: Builds the endpoint after the engine has started.
+            paths: The endpoint's paths.
+            create: Function that builds the endpoint after the engine has started.
         """
         self._paths, self._create = paths, create
         self._endpoint: RealtimeEndpoint | None = None

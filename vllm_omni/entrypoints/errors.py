@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that clients of all endpoints can receive, and the form in which HTTP routes and
-WebSockets send them.
+"""Errors that clients of all endpoints can receive, and how HTTP routes and WebSockets send them.
 
-Realtime endpoints send an `EndpointError` as a message, whose `retryable` field states whether the
-same request may succeed later. HTTP routes use the `respond_to_errors` decorator, which converts
-every exception to a response with OpenAI's JSON body
+Realtime endpoints send an `EndpointError` as a message. The message's `retryable` field states
+whether the same request may succeed later. HTTP routes use the `respond_to_errors` decorator, which
+converts every exception to a response with OpenAI's JSON body
 `{"error": {"message", "type", "param", "code"}}` and an HTTP status. Clients should switch on
 `code`.
 
 Error messages are written by this package or taken from `RequestFailed`. They are short and contain
-no paths, no addresses and no text from other libraries.
+no paths, addresses or text from other libraries.
 """
 
 import functools
@@ -72,10 +71,10 @@ class EndpointError(Exception):
     Args:
         code: Stable identifier of the error.
         message: Human-readable explanation.
-        param: Field of the message that caused the error.
+        param: Message field that caused the error.
         close: WebSocket close code. If set, the connection is closed after the error has been sent.
-        details: Further keys of the error message, for example `expected`, `next_chunk_index` or
-            `retry_after_ms`.
+        details: Additional keys for the error message, for example `expected`, `next_chunk_index`
+            or `retry_after_ms`.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class EndpointError(Exception):
 
 
 class ClientDisconnected(Exception):
-    """Raised when no message can be sent because the peer has disconnected or the connection was
+    """Raised when a message cannot be sent, because the peer has disconnected or the connection was
     closed.
     """
 
@@ -134,7 +133,7 @@ _HTTP_STATUS: Final = {
     "draining": 503,
     "busy": 503,
 }
-"""HTTP status by error code. All other codes have status 400 because they report an invalid
+"""HTTP status by error code. All other codes have status 400, because they report an invalid
 request.
 """
 _RETRY_AFTER_S: Final = {
@@ -205,7 +204,7 @@ def not_found(message: str, param: str | None = None, code: str = "not_found") -
 
 
 def from_failure(failure: RequestFailed | EndpointError) -> ApiError:
-    """Return the HTTP error for a failure of the engine, the model or the image reader."""
+    """Return the HTTP error for a failure in the engine, the model or the image reader."""
     status = _HTTP_STATUS.get(failure.code, 400)
     retry_after_s: float | None = _RETRY_AFTER_S.get(failure.code)
     param = None

@@ -3,13 +3,13 @@
 
 Stock uvicorn copies each message into a buffer with its frame header and writes each buffer
 separately. For video, this costs a copy of every video frame and a system call for every small
-message. An application can get a `MessageWriter` from `writer_of(scope)` and use it instead of
-`websocket.send` after the connection has been accepted. The client receives the same messages in
-the same order with either method.
+message. After the connection has been accepted, an application can get a `MessageWriter` from
+`writer_of(scope)` and use it instead of `websocket.send`. With either method, the client receives
+the same messages in the same order.
 
 `uvicorn.Config(ws=...)` is the public way to set a protocol class. `GatheringProtocol` subclasses a
-private class of uvicorn because uvicorn has no hook for writes and ASGI sends one message at a
-time. tests/seams/test_uvicorn.py detects changes to the parts of uvicorn that this module uses.
+private uvicorn class, because uvicorn has no hook for writes and ASGI sends one message at a time.
+tests/seams/test_uvicorn.py detects changes to the uvicorn internals that this module uses.
 """
 
 import functools
@@ -25,7 +25,7 @@ from websockets.http11 import Request
 Message = bytes | memoryview | str
 
 EXTENSION: Final = "omni.websocket.messages"
-"""Key of this extension in `scope["extensions"]`. The value is a dict with a `writer` entry."""
+"""This extension's key in `scope["extensions"]`. The value is a dict with a `writer` entry."""
 
 _FINAL: Final = 0x80
 _SHORT, _MEDIUM = 126, 1 << 16
@@ -38,26 +38,26 @@ class MessageWriter(Protocol):
     """Writes messages to one connection. Buffers must not change after they are written."""
 
     has_room: bool
-    """Whether the kernel has accepted everything that was written."""
+    """Whether the kernel has accepted all data written so far."""
 
     def write(self, messages: Sequence[Message]) -> None:
         """Write messages immediately and in order.
 
         Raises:
-            ClientDisconnected: The connection is closed (an OSError).
+            ClientDisconnected: The connection is closed. This exception is a subclass of OSError.
         """
 
     async def send(self, messages: Sequence[Message]) -> None:
-        """Wait until the kernel accepts data, and then write messages.
+        """Wait until the kernel accepts data, then write messages.
 
-        The call returns when the kernel has accepted the messages, or, for a single message, as
-        soon as it is written. If `messages` is empty, the call returns when the kernel has accepted
-        all earlier messages.
+        The call returns once the kernel has accepted the messages or, for a single message, as soon
+        as it is written. If `messages` is empty, the call returns once the kernel has accepted all
+        earlier messages.
         """
 
 
 def writer_of(scope: Mapping[str, Any]) -> MessageWriter | None:
-    """Return the writer of a WebSocket's scope.
+    """Return the writer for a WebSocket's scope.
 
     Returns None if the server is not uvicorn with this extension, or if the connection is
     compressed.
@@ -99,7 +99,7 @@ class GatheringProtocol(WebSocketsSansIOProtocol):
 
 
 class _Writer:
-    """The `MessageWriter` of a connection."""
+    """The `MessageWriter` for a connection."""
 
     def __init__(self, protocol: WebSocketsSansIOProtocol) -> None:
         self._protocol = protocol

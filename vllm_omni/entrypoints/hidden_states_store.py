@@ -2,10 +2,10 @@
 """`HiddenStatesStore`: stores the hidden states of finished HTTP requests until the client fetches
 them.
 
-The size of the store and the age of its entries are limited. The hidden states of a completion are
-returned only once, and only to the API key that requested them. Entries are identified by the id of
-vLLM's response. If a request has several prompts, the ids of its entries end with `-0`, `-1` and so
-on. This module depends neither on HTTP nor on the engine.
+The store's size and the age of its entries are limited. A completion's hidden states are returned
+only once, and only to the API key that requested them. Entries are identified by the id of vLLM's
+response. If a request has several prompts, its entry ids end with `-0`, `-1` and so on. This module
+depends on neither HTTP nor the engine.
 """
 
 import time
@@ -20,23 +20,23 @@ from vllm_omni.outputs import RequestFailed
 
 
 class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits on the stored hidden states of one API server process.
+    """Limits on the stored hidden states in one API server process.
 
-    Each field is set by the environment variable `VLLM_OMNI_` followed by the field's name in upper
-    case.
+    Each field is set by the environment variable named `VLLM_OMNI_` followed by the field name in
+    upper case.
     """
 
     hidden_states_store_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] = 1 << 30
-    """Maximum total size of stored hidden states in bytes. The oldest hidden states are dropped
-    first. Default: 1 GiB.
+    """Maximum total size, in bytes, of the stored hidden states. The oldest hidden states are
+    dropped first. Default: 1 GiB.
     """
     hidden_states_expiry_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 120.0
     """Time in seconds after which hidden states that were not fetched are dropped. Default: 120."""
 
 
 Key = tuple[str, str]
-"""Key of an entry: `(principal, request id)`. Clients choose request ids, so two API keys may use
-the same id.
+"""Entry key: `(principal, request id)`. Clients choose request ids, so two API keys may use the
+same id.
 """
 
 
@@ -45,9 +45,9 @@ class _Entry:
     expires_at: float
     """Monotonic time in seconds at which the entry is dropped."""
     completions: dict[int, HiddenStates]
-    """Hidden states that have not been fetched yet, by index of the completion."""
+    """Hidden states that have not been fetched yet, by completion index."""
     num_completions: int
-    """Number of completions of the prompt, with or without hidden states."""
+    """Number of completions for the prompt, with or without hidden states."""
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +60,7 @@ class HiddenStatesStore:
         self._clock = clock
         self._entries: dict[Key, _Entry] = {}
         self._running: dict[Key, int] = {}
-        """Number of requests in progress by key. Concurrent requests may have the same id because
+        """Number of requests in progress, by key. Concurrent requests may have the same id, because
         clients choose it.
         """
         self.nbytes = 0
@@ -70,7 +70,7 @@ class HiddenStatesStore:
 
         Args:
             request_id: Id of the request.
-            principal: Principal of the client, derived from its API key.
+            principal: The client's principal, derived from its API key.
         """
         key = principal, request_id
         self._running[key] = self._running.get(key, 0) + 1
@@ -84,15 +84,14 @@ class HiddenStatesStore:
     ) -> None:
         """Store the hidden states of a finished request.
 
-        Expired entries are dropped first. The oldest entries are then dropped until the store is
-        within its size limit.
+        Expired entries are then dropped, followed by the oldest entries until the store is within
+        its size limit.
 
         Args:
             request_id: Id of the request.
-            completions: Hidden states by index of the completion. A completion may have no hidden
-                states.
-            num_completions: Number of completions per prompt (`n` of the request).
-            principal: Principal of the client, derived from its API key.
+            completions: Hidden states by completion index. A completion may have no hidden states.
+            num_completions: Number of completions per prompt (the request's `n`).
+            principal: The client's principal, derived from its API key.
         """
         key = principal, request_id
         self._running[key] -= 1
@@ -114,7 +113,7 @@ class HiddenStatesStore:
         Args:
             response_id: Id of the response.
             index: Index of the choice.
-            principal: Principal of the client, derived from its API key.
+            principal: The client's principal, derived from its API key.
 
         Raises:
             RequestFailed: `not_finished` if the request is still running, or `not_found` if no
@@ -157,7 +156,7 @@ class HiddenStatesStore:
 def _belongs(request_id: str, response_id: str) -> bool:
     """Return whether a request id belongs to a response id.
 
-    Only the completions route appends the index of the prompt to the request id.
+    Only the completions route appends the prompt index to the request id.
     """
     prefix, _, number = request_id.rpartition("-")
     numbered = response_id.startswith("cmpl-") and prefix == response_id and number.isdigit()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Add steps to an application's lifespan.
 
-uvicorn runs the lifespan before it listens, and it reads its config for each new connection. A
-lifespan step may therefore change `app.state.server.config`. vLLM stores the uvicorn server and the
+uvicorn runs the lifespan before it listens, and reads its config for each new connection. A
+lifespan step can therefore change `app.state.server.config`. vLLM stores the uvicorn server and the
 parsed arguments in `app.state` before the lifespan starts.
 """
 
@@ -29,8 +29,8 @@ def run_before_serving(app: FastAPI, step: Callable[[FastAPI], None]) -> None:
 def run_while_serving(
     app: FastAPI, step: Callable[[FastAPI], AbstractAsyncContextManager[None]]
 ) -> None:
-    """Register a context manager that is entered after all earlier steps have started and is exited
-    before any of these steps ends.
+    """Register a context manager that is entered after all earlier steps have started and exited
+    before any of them ends.
     """
     inner = app.router.lifespan_context
 

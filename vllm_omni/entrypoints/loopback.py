@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connect to servers on this machine, bypassing the proxy that is set in the environment.
+"""Connect to servers on this machine, bypassing any proxy set in the environment.
 
 Companies and VPN clients often set a proxy variable without an exception for 127.0.0.1, and the
 proxy then refuses connections to this machine. httpx, urllib and websockets read the proxy
-variables, but aiohttp does not by default. The demo, the benchmarks and the examples share this
+variables; by default, aiohttp does not. The demo, the benchmarks and the examples share this
 module.
 """
 

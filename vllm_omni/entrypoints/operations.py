@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`OperatorFeatures`: features for operators that every API server of this package has.
+"""`OperatorFeatures`: operator features that all of this package's API servers have.
 
-The features are `X-Request-Id` in responses and log lines, quotas of API keys (`omni.quotas`),
-trace spans if vLLM exports traces, bounded memory, a single HTTP parser with header limits, origin
-checks for browsers, and the policy for media URLs. The endpoint plugins for video models, hidden
-states and speech attach these features.
+The features are `X-Request-Id` in responses and log lines, API key quotas (`omni.quotas`), trace
+spans if vLLM exports traces, bounded memory, a single HTTP parser with header limits, origin checks
+for browsers, and the policy for media URLs. The endpoint plugins for video models, hidden states
+and speech attach these features.
 """
 
 from pathlib import Path
@@ -32,18 +32,21 @@ class OperatorFeatures:
         return self._guard.quotas
 
     def attach_to_app(self, app: FastAPI) -> None:
-        """Add the middleware. This method must be called before the server starts."""
+        """Add the middleware, limit request headers, and apply the policy for media URLs. This
+        method must be called before the server starts.
+        """
         media_policy.apply_media_policy()
         header_limits.limit_headers(app)
-        # This middleware wraps the header limits, so that even oversized headers get a response
-        # with an id.
+        # This middleware wraps the header limits, so even a request with oversized headers gets a
+        # response that contains an id.
         request_id.add_request_ids(app)
         collect_after_freeze(app)
         app.add_middleware(self._guard.around)
         app.add_middleware(OriginGuard, origins=app.state.args.allowed_origins)
 
     async def start_serving(self, engine_client: EngineClient, omni: OmniConfig) -> None:
-        """Apply the options. This method must be called before the server accepts requests.
+        """Start tracing if vLLM exports traces, and load the quota file if there is one. This
+        method must be called before the server accepts requests.
 
         Raises:
             ValueError: The quota file is invalid. The message names the file.

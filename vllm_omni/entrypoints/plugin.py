@@ -46,8 +46,8 @@ class OmniEndpoints:
         self._watch = EngineWatch()
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add all routes and middleware. The middleware that is added last is the first to process
-        a request.
+        """Add all routes and middleware. The middleware added last is the first to process a
+        request.
         """
         self._limits = read_struct(EndpointLimits)
         open_paths = [path for endpoint in self._endpoints for path in endpoint.add_routes(app)]

@@ -34,33 +34,32 @@ _CODEC_THREADS: Final = 4
 class ServerContext:
     """Objects that the endpoints may use after the engine has started.
 
-    Endpoints start in the order of `ENDPOINTS`. Each endpoint may replace `media_bytes` and append
-    to `room_checks`.
+    Endpoints start in `ENDPOINTS` order. Each endpoint may replace `media_bytes` and append to
+    `room_checks`.
     """
 
     client: EngineClient
     """vLLM's engine client in this API server process."""
     args: Namespace
-    """Parsed arguments of the server."""
+    """Parsed server arguments."""
     omni: OmniConfig
-    """Options of this package."""
+    """This package's options."""
     limits: EndpointLimits
-    """Limits of WebSocket connections and sessions."""
+    """Limits on WebSocket connections and sessions."""
     media_limits: MediaLimits
-    """Limits of the image and video routes."""
+    """Limits for the image and video routes."""
     threads: Executor
     """Threads that decode images and encode frames."""
     sessions: SessionManager
-    """Manager of the live sessions of this process. The manager is empty if the model has no
-    sessions.
+    """Manager of this process's live sessions. If the model has no sessions, the manager is empty.
     """
     served: ServedModel
     """Names, capabilities and sizes of the served model."""
     engine: OmniEngine
     """Interface for requests and collective calls to the engine."""
     room_checks: list[Callable[[], bool]] = field(default_factory=list)
-    """Functions that return whether an endpoint accepts new work. The server accepts work if all of
-    them return True.
+    """Functions that return whether an endpoint accepts new work. The server accepts new work only
+    if all of these functions return True.
     """
     migration: SessionMigration | None = None
     """Saves and restores sessions. None: the model has no sessions."""
@@ -84,15 +83,15 @@ class ServerContext:
         limits: EndpointLimits,
         quotas: Quotas,
     ) -> "ServerContext":
-        """Build the context of one API server process.
+        """Build the context for one API server process.
 
         Args:
             client: vLLM's engine client.
-            state: State of the application, in which vLLM has stored its served models.
-            args: Parsed arguments of the server.
-            omni: Options of this package.
-            limits: Limits of WebSocket connections and sessions.
-            quotas: Quotas of clients.
+            state: Application state in which vLLM has stored its served models.
+            args: Parsed server arguments.
+            omni: This package's options.
+            limits: Limits on WebSocket connections and sessions.
+            quotas: Client quotas.
         """
         name = args.served_model_name[0] if args.served_model_name else Path(args.model).name
         names = list(dict.fromkeys([*(args.served_model_name or [args.model]), name]))
@@ -132,8 +131,8 @@ class ServerContext:
 
 
 class ServerEndpoint(Protocol):
-    """An endpoint in the `ENDPOINTS` table. vLLM builds the application before it starts the
-    engine.
+    """An endpoint in the `ENDPOINTS` table. It starts in two steps because vLLM builds the
+    application before it passes the engine client to plugins.
     """
 
     def add_routes(self, app: FastAPI) -> Iterable[str]:

@@ -52,15 +52,15 @@ logger = logging.getLogger("vllm." + __name__)
 MEDIA_TYPE: Final = "application/octet-stream"
 _ENDPOINT: Final = "sessions"
 _EXCHANGES: Final = 2
-"""Maximum number of snapshots that the engine writes or reads at the same time. Further snapshots
-wait.
+"""Maximum number of snapshots that the engine writes or reads at the same time. Additional
+snapshots wait.
 """
 _UPLOADS: Final = 8
 """Maximum number of concurrent uploads. Each upload may be as large as a session."""
 _UPLOADS_PER_CLIENT: Final = 2
 _SENT_BYTES: Final = 64 << 10
 """Number of bytes that a client must receive within the send deadline. With the default deadline,
-this is 22 KB/s.
+this limit corresponds to 22 KB/s.
 """
 _BINARY: Final = {MEDIA_TYPE: {"schema": {"type": "string", "contentMediaType": MEDIA_TYPE}}}
 
@@ -69,35 +69,35 @@ class SessionReply(BaseModel):
     """Response body that describes a restored session."""
 
     id: str
-    """Id of the session."""
+    """Session id."""
     object: str = "session"
-    """Type of the object."""
+    """Object type."""
     next_chunk_index: int
     """Index of the session's next chunk."""
     width: int
-    """Width of the frames in pixels."""
+    """Frame width in pixels."""
     height: int
-    """Height of the frames in pixels."""
+    """Frame height in pixels."""
     prompt: str | None
     """Current prompt."""
     seed: int | None
-    """Seed of the session."""
+    """The session's seed."""
 
 
 class SessionRoutes:
-    """The routes of `/v1/sessions` in one API server process. Every route returns 404 if the model
-    has no sessions.
+    """The `/v1/sessions` routes in one API server process. If the model has no sessions, every
+    route returns 404.
     """
 
     def __init__(self) -> None:
         self._migration: SessionMigration | None = None
         self._max_bytes: int | None = None
-        """Maximum size of a snapshot in bytes. None: the size is not limited."""
+        """Maximum size of a snapshot in bytes. None: no limit."""
         self._exchanges = asyncio.Semaphore(_EXCHANGES)
         self._uploads: Counter[str] = Counter()
 
     async def start_serving(self, server: ServerContext) -> None:
-        """Connect the routes to the sessions, and restore the sessions of stopped servers."""
+        """Connect the routes to the sessions, and restore stopped servers' sessions."""
         if not server.is_world:
             return
         omni = server.omni
@@ -164,7 +164,7 @@ class SessionRoutes:
 
     @respond_to_errors
     async def _snapshot(self, request: Request, session_id: str) -> Response:
-        """Download a snapshot of a session, with the state as of its last finished chunk."""
+        """Download a snapshot of a session's state as of its last finished chunk."""
         session = self._known(request, session_id)
         path = self._new_path()
         try:
@@ -276,7 +276,7 @@ def _reply(session: Session) -> SessionReply:
 class FileDownload(Response):
     """Response that streams a file.
 
-    A client that receives less than 64 KiB within the deadline is disconnected.
+    A client that receives less than 64 KiB within the send deadline is disconnected.
     """
 
     def __init__(self, file: BinaryIO, deadline_s: float, **options: Any) -> None:

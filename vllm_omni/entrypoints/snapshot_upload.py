@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Receive snapshots in the bodies of HTTP requests. A body is streamed to a file and never held in
+"""Receive snapshots in HTTP request bodies. A body is streamed to a file and never held in
 memory.
 """
 
@@ -17,12 +17,12 @@ from vllm_omni.session_files.snapshot import LENGTH_BYTES, check_length
 
 PART_BYTES: Final = 4 << 20
 _HEADER_BYTES: Final = 16 << 20
-"""Maximum size in bytes of a snapshot in addition to its tensors."""
+"""Maximum size in bytes of everything in a snapshot except its tensors."""
 
 
 async def max_snapshot_bytes(server: ServerContext) -> int | None:
-    """Return the maximum size in bytes of a snapshot of this server's sessions, or None if it is
-    not limited.
+    """Return the maximum size in bytes of a snapshot of this server's sessions, or None if the size
+    is not limited.
     """
     (stats, *_) = await server.engine.session_stats()
     if stats["max_bytes"] is None:
@@ -32,20 +32,20 @@ async def max_snapshot_bytes(server: ServerContext) -> int | None:
 
 
 async def receive_snapshot(request: Request, path: Path, max_bytes: int | None) -> str:
-    """Stream the body of a request to a new file. `BodyTimeout` limits how long the body may take.
+    """Stream a request body to a new file. `BodyTimeout` limits how long the transfer may take.
 
     Args:
         request: The request.
         path: File to create.
-        max_bytes: Maximum size of the body in bytes. None: the size is not limited.
+        max_bytes: Maximum size of the body in bytes. None: no limit.
 
     Returns:
-        SHA-256 of the body in hexadecimal digits.
+        SHA-256 digest of the body, in hexadecimal.
 
     Raises:
         EndpointError: The body is too large.
-        RequestFailed: The header of the snapshot is too long. The length of the header is checked
-            before the rest of the body arrives.
+        RequestFailed: The snapshot header is too long. Its length is checked before the rest of the
+            body arrives.
     """
     total, held, is_checked, digest = 0, bytearray(), False, hashlib.sha256()
 

@@ -4,8 +4,8 @@
 Each process holds a lock on a file for as long as the process is running. The operating system
 releases the lock when the process ends for any reason.
 
-`filelock` is not used because its purpose is to protect a path for a limited time. The locks of
-this module show whether the process that created a file is alive.
+`filelock` is not used because its purpose is to protect a path for a limited time. In contrast, the
+locks in this module show whether the process that created a file is alive.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _PREFIX: Final = "vllm_omni-"
 
 
 def hold_lock(path: Path) -> IO[Any]:
-    """Create a file that is locked from the moment at which other processes can see it.
+    """Create a file that is locked from the moment other processes can see it.
 
     The lock is released when the returned file is closed or the process ends.
     """
@@ -50,7 +50,7 @@ def open_regular(path: Path) -> BinaryIO:
 def is_locked(path: Path) -> bool:
     """Return whether the process that created this file is alive.
 
-    If a file cannot be opened for lack of permission, its process counts as alive.
+    If the file cannot be opened for lack of permission, the process counts as alive.
     """
     try:
         with open_regular(path) as file:
@@ -68,8 +68,8 @@ def is_alive(folder: Path, owner: str) -> bool:
 
 
 class StagingDirectory:
-    """Directory of staged snapshots. The name of each file identifies the server process that
-    created the file.
+    """Directory for staged snapshots. Each file's name identifies the server process that created
+    the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -77,14 +77,14 @@ class StagingDirectory:
         self.folder, self.owner = folder, secrets.token_hex(8)
         path = folder / f"{_PREFIX}{self.owner}.owner"
         self._lock = hold_lock(path)
-        # Unlike an `atexit` handler, this finalizer also runs when API server processes that vLLM
-        # has started exit.
+        # Unlike an `atexit` handler, this finalizer also runs when API server processes started by
+        # vLLM exit.
         self._finalizer = multiprocessing.util.Finalize(
             self, _release, (self._lock, path), exitpriority=10
         )
 
     def close(self) -> None:
-        """Release the lock of this process. Idempotent."""
+        """Release this process's lock. Idempotent."""
         self._finalizer()
 
     def new_path(self) -> Path:

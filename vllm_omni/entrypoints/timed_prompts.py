@@ -8,14 +8,14 @@ from typing import Any, Final
 import msgspec
 
 MAX_PROMPTS: Final = 64
-"""Maximum number of prompts of one video."""
+"""Maximum number of prompts for one video."""
 _MAX_SECONDS: Final = 86_400.0
 _MAX_CHARS: Final = 16_384  # same limit as for a request's own prompt (`inputs.Text`)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedPrompt:
-    """A prompt and its start, which is given in seconds or as a chunk index.
+    """A prompt and its start, given in seconds or as a chunk index.
 
     A prompt applies from the first chunk at or after its start until the next prompt.
 
@@ -24,14 +24,12 @@ class TimedPrompt:
     """
 
     prompt: str
-    """Text of the prompt."""
+    """Prompt text."""
     seconds: float | None = None
-    """Start of the prompt in seconds of the video, at least 0. None: the start is given by `chunk`.
+    """Start of the prompt in seconds of video time, at least 0. None: `chunk` specifies the start.
     """
     chunk: int | None = None
-    """Start of the prompt as the index of a chunk, at least 0. None: the start is given by
-    `seconds`.
-    """
+    """Start of the prompt as a chunk index, at least 0. None: `seconds` specifies the start."""
 
     def __post_init__(self) -> None:
         if not self.prompt.strip() or len(self.prompt) > _MAX_CHARS:
@@ -51,7 +49,7 @@ class TimedPrompt:
 
     @classmethod
     def parse(cls, text: str) -> "TimedPrompt":
-        """Parse `3:a town at night` (from chunk 3 on) or `7.5s:a town at night`.
+        """Parse `3:a town at night` (from chunk 3 on) or `7.5s:a town at night` (from 7.5 s on).
 
         Raises:
             ValueError: The text has neither of the two forms.
@@ -84,7 +82,7 @@ class TimedPrompt:
 
         Args:
             chunk_index: Index of the chunk.
-            seconds: Start of the chunk in seconds of the video.
+            seconds: Start of the chunk in seconds of video time.
         """
         return (
             seconds >= self.seconds
@@ -111,11 +109,11 @@ JSON_SCHEMA: Final[dict[str, Any]] = {
         _schema("chunk", "seconds", "integer"),
     ],
 }
-"""JSON schema of a `TimedPrompt`."""
+"""JSON schema for a `TimedPrompt`."""
 
 
 class PromptSchedule(msgspec.Struct):
-    """Timed prompts of one stream."""
+    """One stream's timed prompts."""
 
     prompts: Sequence[TimedPrompt]
     """Prompts that have not taken effect yet."""

@@ -2,7 +2,7 @@
 """WebSocket limits for which stock `vllm serve` has no flags.
 
 `vllm serve --omni` adds flags for these limits. The endpoint plugin calls `apply_at_startup(app)`,
-so the limits apply in every API server process. Plain `vllm serve` uses their default values.
+so the limits apply in every API server process. With plain `vllm serve`, the default values apply.
 """
 
 import argparse
@@ -32,13 +32,13 @@ class WebSocketOptions(msgspec.Struct, frozen=True, kw_only=True):
     ping_interval_s: float | None = 10.0
     """Time in seconds between keepalive pings. None: no pings are sent. Default: 10."""
     ping_timeout_s: float | None = 10.0
-    """Time in seconds after which a connection is closed if a ping is not answered. None: the
-    connection is not closed. Default: 10.
+    """Maximum time in seconds to wait for the reply to a ping before the connection is closed.
+    None: the connection is not closed. Default: 10.
     """
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """Add the flags to a parser of `vllm serve`."""
+        """Add the flags to the `vllm serve` parser."""
         defaults = WebSocketOptions()
         group = parser.add_argument_group(
             "WebSocket", "Limits of the realtime WebSockets (added by vllm_omni)."
@@ -84,7 +84,7 @@ class WebSocketOptions(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def apply(self, uvicorn_config: Any) -> None:
-        """Set the limits on a `uvicorn.Config`.
+        """Set the limits in a `uvicorn.Config`.
 
         Compression is disabled because it takes 300 ms per raw chunk and saves little.
         """
@@ -99,7 +99,7 @@ def apply_at_startup(app: FastAPI, frames: FrameBudget | None = None) -> None:
 
     Args:
         app: The application.
-        frames: Budget of small frames for each connection. Default: `FrameBudget()`.
+        frames: Small-frame budget for each connection. Default: `FrameBudget()`.
     """
 
     def apply(starting: FastAPI) -> None:

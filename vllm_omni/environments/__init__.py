@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""World models as research environments: a gymnasium `VectorEnv` over vLLM's offline engine.
+"""World models as research environments: a gymnasium `VectorEnv` over vLLM's offline engine or a
+server.
 
-This package requires the optional dependencies of the extra `env`.
+This package requires the optional dependencies of the `env` extra.
 """
 
 import importlib.util

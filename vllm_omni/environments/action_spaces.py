@@ -19,7 +19,7 @@ def gymnasium_space(space: ActionSpace) -> spaces.Dict | spaces.Discrete:
 
     `buttons` is a `MultiBinary` over `ActionSpace.button_names`. If at most one button may be held,
     `buttons` is a `Discrete` in which 0 means that no button is held. `axes` is a `Box` over
-    `ActionSpace.axis_names`, in the units of the axes. `scroll` is a `Discrete` of -1, 0 and 1.
+    `ActionSpace.axis_names`, in the axes' units. `scroll` is a `Discrete` over -1, 0 and 1.
     Controls that the model does not have are omitted. For a model without controls, the space is
     `Discrete(1)`.
     """
@@ -39,7 +39,7 @@ def gymnasium_space(space: ActionSpace) -> spaces.Dict | spaces.Discrete:
 
 
 def with_rest(taken: spaces.Space[Any], action: Any) -> Any:
-    """Add neutral values for controls that are missing in an action or a batch of actions."""
+    """Add neutral values for controls that are missing from an action or a batch of actions."""
     if not isinstance(taken, spaces.Dict) or not isinstance(action, Mapping):
         return action
     return {
@@ -49,8 +49,7 @@ def with_rest(taken: spaces.Space[Any], action: Any) -> Any:
 
 
 def action_frame(space: ActionSpace, action: Action) -> ActionFrame:
-    """Convert an action of one environment, a member of `gymnasium_space(space)`, to an
-    `ActionFrame`.
+    """Convert one environment's action, a member of `gymnasium_space(space)`, to an `ActionFrame`.
 
     The action may omit controls; an omitted control is neutral.
 

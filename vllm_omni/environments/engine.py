@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`WorldEngine`: the interface through which environments generate their chunks.
 
-`OfflineEngine` uses vLLM's `LLM` in this process; `RemoteEngine` (`remote.py`) uses a server.
+`OfflineEngine` uses vLLM's `LLM` in this process. `RemoteEngine` (`remote.py`) uses a server.
 """
 
 import secrets
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 Outcome = tuple[dict[str, Any], Mapping[str, np.ndarray]] | RequestFailed
-"""Metadata and arrays of a generated chunk, or the error if the chunk failed."""
+"""A generated chunk's metadata and arrays, or the error if the chunk failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class WorldSettings:
     num_envs: int
     """Number of environments."""
     size: tuple[int, int]
-    """Height and width of the frames in pixels."""
+    """Frame height and width in pixels."""
     image: np.ndarray | None = None
     """Start image, uint8 [H, W, 3], or None if the episodes have no start image."""
     images: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -47,30 +47,28 @@ class WorldSettings:
 
 @dataclass
 class Episode:
-    """History of one environment since its last reset, which is sufficient to replay the
-    episode.
-    """
+    """One environment's history since its last reset, which is sufficient to replay the episode."""
 
     seed: int
-    """Seed of the environment's session."""
+    """The environment session's seed."""
     prompt: str
-    """Prompt of the environment's session."""
+    """The environment session's prompt."""
     actions: list[ActionFrame] = field(default_factory=list)
     """Action of each step since the reset."""
     start_pose: StartPose | None = None
-    """World pose of the start image; None if the caller gave no pose."""
+    """World pose of the start image. None: the caller gave no pose."""
 
     @property
     def chunks(self) -> int:
-        """Number of chunks of the session, including the first chunk, which the reset generated."""
+        """Number of chunks in the session, including the first chunk, which the reset generated."""
         return 1 + len(self.actions)
 
 
 class WorldEngine(ABC):
-    """Generates the chunks of environments, which are identified by number."""
+    """Generates the chunks for environments, which are identified by number."""
 
     spec: EnvironmentSpec
-    """Action space, frame sizes and limits of the served world."""
+    """The served world's action space, frame sizes and limits."""
 
     @abstractmethod
     def open(self, settings: WorldSettings) -> None:
@@ -86,12 +84,12 @@ class WorldEngine(ABC):
     ) -> list[Outcome]:
         """Generate the next chunks of the environments `which`.
 
-        The episodes do not contain the new actions yet; the caller adds them afterwards.
+        The episodes do not contain the new actions yet. The caller adds the actions afterwards.
         """
 
     @abstractmethod
     def fork(self, source: int, targets: Sequence[int]) -> None:
-        """Replace the environments `targets` by copies of the environment `source`."""
+        """Replace the environments `targets` with copies of the environment `source`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -117,7 +115,7 @@ class OfflineEngine(WorldEngine):
         named = {image_tensor(name): array for name, array in settings.images.items()}
         if settings.image is not None:
             named["image"] = settings.image
-        # The arrays are copied, because torch does not support read-only arrays.
+        # Copy the arrays, because torch does not support read-only arrays.
         self._tensors = {name: torch.from_numpy(np.array(array)) for name, array in named.items()}
 
     def start(self, which: Sequence[int], episodes: Sequence[Episode]) -> list[Outcome]:
@@ -193,7 +191,7 @@ class OfflineEngine(WorldEngine):
     def _encode(
         self, params: Sequence[DiffusionParams], tensors: dict[str, torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
-        """Send all requests to the engine in one call and return the envelopes of their results."""
+        """Send all requests to the engine in a single call and return their result envelopes."""
         if not params:
             return []
         pooling = [each.to_pooling_params(tensors) for each in params]

@@ -2,10 +2,10 @@
 """`RemoteEngine`: runs environments on a server (`/v1/environments`). `RemoteEngine` requires
 neither a model nor vLLM on the client's machine.
 
-`RemoteEngine` keeps a single connection open. If the server has closed the connection, for example
-after a pause of the client, the request is sent once more. Sending a request twice is safe: a
-server closes a connection only between requests, and a step request contains its chunk index, so a
-server that has already run the step refuses the second request.
+`RemoteEngine` keeps one connection open. If the server has closed the connection, for example after
+the client has paused, the request is sent once more. Sending a request twice is safe, because a
+server closes a connection only between requests. In addition, a step request contains its chunk
+index, so a server that has already run the step refuses the second request.
 """
 
 import base64
@@ -48,13 +48,13 @@ class RemoteEngine(WorldEngine):
     """Runs environments on a server.
 
     Args:
-        url: Address of the server, for example `http://127.0.0.1:8000`.
-        api_key: API key of the server, or None if the server needs no key.
+        url: Server address, for example `http://127.0.0.1:8000`.
+        api_key: The server's API key, or None if the server needs no key.
         timeout_s: Maximum time in seconds to wait for a response from the server.
 
     Raises:
         RequestFailed: The server refuses the key or does not serve a world.
-        ValueError: The server uses another version of the protocol.
+        ValueError: The server uses another protocol version.
         OSError: The server does not respond.
     """
 
@@ -116,8 +116,8 @@ class RemoteEngine(WorldEngine):
 
     def close(self) -> None:
         if self._id is not None:
-            # Failures are ignored, because the server frees environments that are not used for some
-            # time.
+            # Failures are ignored, because the server frees environments that have not been used
+            # for some time.
             with contextlib.suppress(RequestFailed, OSError, http.client.HTTPException):
                 self._call("DELETE", f"{self._path}/{self._id}")
             self._id = None
@@ -185,7 +185,8 @@ class RemoteEngine(WorldEngine):
 
 def _failure(status: int, body: bytes) -> RequestFailed:
     """Convert an error response to an exception. The response may come from this package's server
-    or from a proxy."""
+    or from a proxy.
+    """
     code = "unauthorized" if status == 401 else f"http_{status}"
     if (error := read_error(body)) is not None:
         return RequestFailed(error.code or code, error.message)

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WorldVectorEnv`: sessions of a world model as a gymnasium `VectorEnv`. `WorldEnv`: a single
-session as a gymnasium `Env`.
+"""`WorldVectorEnv`: sessions of a world model as a gymnasium `VectorEnv`. `WorldEnv`: one session
+as a gymnasium `Env`.
 
     env = WorldVectorEnv.load("my_world", 8, prompt="a village", image=image)
     env = WorldVectorEnv.connect("http://gpu:8000", 8, prompt="a village", image=image)
     observations, infos = env.reset(seed=0)
     observations, rewards, terminations, truncations, infos = env.step(env.action_space.sample())
 
-The engine is vLLM's offline engine in this process (`load`) or a server (`connect`). All
-environments are stepped with a single call to the engine, which batches them. A step generates one
-chunk: the action of an environment applies to all latent frames of the chunk. Frames are uint8;
-latents are float32 and unmodified. Forking an environment copies its session. Noise depends only on
-(seed, chunk, step), so equal seeds and actions give bit-identical results, both in this process and
-on a server. Worlds define no rewards; the caller may provide a reward function (`reward`).
+The engine is either vLLM's offline engine in this process (`load`) or a server (`connect`). All
+environments are stepped in a single engine call, which batches them. A step generates one chunk, so
+an environment's action applies to all of the chunk's latent frames. Frames are uint8; latents are
+float32 and unmodified. Forking an environment copies its session. Noise depends only on (seed,
+chunk, step), so equal seeds and actions give bit-identical results, both in this process and on a
+server. Worlds define no rewards; the caller may provide a reward function (`reward`).
 """
 
 import math
@@ -49,22 +49,22 @@ if TYPE_CHECKING:
 # N environments, T frames of a chunk, H height, W width, S denoise steps
 
 Reward = Callable[[np.ndarray, dict[str, Any]], np.ndarray]
-"""Function that takes observations [N, ...] and infos, and returns rewards [N]."""
+"""Function that takes observations [N, ...] and infos and returns rewards [N]."""
 Observation = Literal["frames", "latents"]
 
 
 class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
-    """Vector environment in which each environment is a session of a world model.
+    """Vector environment whose environments are sessions of a world model.
 
-    An episode that has ended is reset by the next step (`AutoresetMode.NEXT_STEP`). If the chunk of
-    an environment fails, the step raises `RequestFailed`. The failed environment must be reset; all
-    other environments have advanced.
+    The next step resets an episode that has ended (`AutoresetMode.NEXT_STEP`). If an environment's
+    chunk fails, the step raises `RequestFailed`. The failed environment must be reset; all other
+    environments have advanced.
 
     Attributes:
-        observation_space: Frames of a chunk [T, H, W, 3], or its latents [C, F, h, w]. The first
+        observation_space: A chunk's frames [T, H, W, 3], or its latents [C, F, h, w]. The first
             chunk after a reset is shorter and is padded at the front with its first frame.
         action_space: `gymnasium_space` of the model's controls.
-        episodes: History of each environment.
+        episodes: Each environment's history.
     """
 
     metadata: dict[str, Any] = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012 - gymnasium's own attribute
@@ -93,13 +93,13 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             num_envs: Number of environments.
             prompt: One prompt for all environments, or a list with one prompt per environment.
             image: Start image, uint8 [H, W, 3], for models that require one.
-            images: Named images of each episode (`ActionSpace.images`), each uint8 [H, W, 3].
-            height: Height of the frames in pixels. Default: the model's default height.
-            width: Width of the frames in pixels. Default: the model's default width.
+            images: Named images for each episode (`ActionSpace.images`), each uint8 [H, W, 3].
+            height: Frame height in pixels. Default: the model's default height.
+            width: Frame width in pixels. Default: the model's default width.
             observation: What an observation contains: decoded `frames`, or `latents`.
             latents: Whether `infos["latents"]` contains the latents in addition to frames.
             trajectory: Whether the infos contain the latents and log-probabilities of the denoise
-                steps. Requires a model whose sampler is stochastic.
+                steps. Requires a model with a stochastic sampler.
             max_steps: Number of steps after which an episode is truncated. Default: episodes are
                 never truncated.
             reward: Function that computes rewards. Default: all rewards are 0.
@@ -164,11 +164,11 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         Args:
             model: Checkpoint directory.
             num_envs: Number of environments.
-            exact: Whether the results of an environment are bit-identical regardless of the other
-                environments. If false, all environments share one forward pass, which is faster for
-                small models (`omni.batch_invariant`).
-            omni: Further options for `additional_config["omni"]`.
-            **env: Further arguments of the constructor of `WorldVectorEnv`.
+            exact: Whether an environment's results are bit-identical regardless of the other
+                environments (`omni.batch_invariant`). If false, all environments share a single
+                forward pass, which is faster for small models.
+            omni: Additional options for `additional_config["omni"]`.
+            **env: Additional arguments for `WorldVectorEnv`'s constructor.
         """
         # The value is in GiB. Without it, a CPU worker requires 92 % of the memory.
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
@@ -204,11 +204,11 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         machine.
 
         Args:
-            url: Address of the server, for example `http://127.0.0.1:8000`.
+            url: Server address, for example `http://127.0.0.1:8000`.
             num_envs: Number of environments.
-            api_key: API key of the server, or None if the server needs no key.
+            api_key: The server's API key, or None if the server needs no key.
             timeout_s: Maximum time in seconds to wait for a step.
-            **env: Further arguments of the constructor of `WorldVectorEnv`.
+            **env: Additional arguments for `WorldVectorEnv`'s constructor.
 
         Raises:
             RequestFailed: The server refused the API key or the request to create environments.
@@ -221,15 +221,15 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
     def reset(
         self, *, seed: int | Sequence[int] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start new episodes and generate their first chunks without any action.
+        """Start new episodes, and generate their first chunks without actions.
 
         Args:
-            seed: Seed of the first environment, which is incremented for each further environment,
-                or a list with one seed per environment.
+            seed: Seed of the first environment, or a list with one seed per environment. A single
+                seed is incremented by one for each additional environment.
             options: `reset_mask`, bool [N], selects the environments to reset. `start_pose` is the
                 world pose of the start image, `{x_m, z_m, heading_degrees, pitch_degrees}`, or a
-                list with one pose per environment. A start pose applies until the next call to
-                `reset`.
+                list with one pose per environment. A start pose applies until `reset` is called
+                again.
 
         Raises:
             ValueError: An option is unknown or invalid.
@@ -258,10 +258,9 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
     def step(
         self, actions: Any
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Generate one chunk of every environment.
+        """Generate one chunk for every environment.
 
-        If the episode of an environment has ended, the step starts a new one and ignores the
-        action.
+        If an environment's episode has ended, the step starts a new episode and ignores the action.
 
         Args:
             actions: Batch of actions. Omitted controls (`buttons`, `axes`, `scroll`) are neutral.
@@ -297,7 +296,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
     # -- research ----------------------------------------------------------------------------------
 
     def fork(self, source: int, targets: Sequence[int]) -> None:
-        """Turn environments into exact copies of another environment. The copies can then be
+        """Replace environments with exact copies of another environment. The copies can then be
         stepped independently.
 
         Args:
@@ -314,14 +313,14 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             self._arrays[target] = self._arrays[source]
 
     def replay(self, target: int, episode: Episode) -> np.ndarray:
-        """Replay an episode (`episodes[i]` or a stored one) from its start.
+        """Replay an episode from its start. The episode can be one of `episodes` or a stored one.
 
         Args:
-            target: Environment in which the episode is replayed.
+            target: Environment in which to replay the episode.
             episode: Episode to replay.
 
         Returns:
-            The frames of the episode, uint8 [frames, H, W, 3]. With `exact`, the frames are
+            The episode's frames, uint8 [frames, H, W, 3]. If `exact` is set, the frames are
             bit-identical to the original frames. If observations are latents, the result is the
             latents [steps, C, F, h, w].
         """
@@ -365,8 +364,8 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
     def _keep(self, which: Sequence[int], outcomes: Sequence[Outcome]) -> None:
         """Store the arrays of generated chunks. First chunks are padded at the front.
 
-        If the chunk of an environment has failed, its episode is discarded. The first failure is
-        raised after all chunks have been stored.
+        If an environment's chunk has failed, the environment's episode is discarded. The first
+        failure is raised after all chunks have been stored.
         """
         failures: list[RequestFailed] = []
         for index, outcome in zip(which, outcomes, strict=True):
@@ -397,20 +396,21 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         return episode
 
     def _observations(self) -> np.ndarray:
-        """Return the observations of all environments in one array, which the caller owns."""
+        """Return all environments' observations in a single array, which the caller owns."""
         for index in range(self.num_envs):
             self._episode(index)
         return np.stack([arrays[self._observed] for arrays in self._arrays])
 
     def _infos(self) -> dict[str, Any]:
-        """Return the infos of all environments.
+        """Return all environments' infos.
 
         Returns:
             `latents`, float32 [N, C, F, h, w]; `seed` and `chunks`, int [N]; `world_poses`, float64
             [N, F, 4]: x_m, z_m, heading_degrees and pitch_degrees of each latent frame, NaN if
-            unknown. With `trajectory`, the result also contains `step_latents`, float32
-            [N, S, C, F, h, w], the latents before each denoise step, and `step_log_probs`, float64
-            [N, S - 1], the log-probability of the latents after each step but the last.
+            unknown. If `trajectory` is set, the result contains two additional arrays.
+            `step_latents`, float32 [N, S, C, F, h, w], contains the latents before each denoise
+            step. `step_log_probs`, float64 [N, S - 1], contains the log-probability of the latents
+            after each step but the last.
         """
         episodes = [self._episode(index) for index in range(self.num_envs)]
         kinds = [name for name in self._arrays[0] if name not in ("frames", self._observed)]
@@ -440,7 +440,9 @@ class WorldEnv(gymnasium.Env[np.ndarray, Any]):
 
     @classmethod
     def connect(cls, url: str, **options: Any) -> "WorldEnv":
-        """Create an environment on a server. See `WorldVectorEnv.connect` for the arguments."""
+        """Create an environment on a server. The arguments are the same as for
+        `WorldVectorEnv.connect`.
+        """
         return cls(WorldVectorEnv.connect(url, 1, **options))
 
     def reset(
@@ -468,7 +470,9 @@ class WorldEnv(gymnasium.Env[np.ndarray, Any]):
 
 
 def _of_first(infos: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the infos of the first environment. Unknown poses are omitted."""
+    """Return the first environment's infos. The world poses are omitted if any of them is
+    unknown.
+    """
     first = {name: value[0] for name, value in infos.items()}
     if np.isnan(first["world_poses"]).any():
         del first["world_poses"]  # because gymnasium compares infos, and NaN is not equal to itself
@@ -476,7 +480,7 @@ def _of_first(infos: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _padded(array: np.ndarray, length: int, axis: int) -> np.ndarray:
-    """Pad an axis to a given length by repeating its first entry at the front."""
+    """Pad an axis at the front to a given length by repeating its first entry."""
     missing = max(0, length - array.shape[axis])
     if not missing:
         return array
@@ -486,7 +490,7 @@ def _padded(array: np.ndarray, length: int, axis: int) -> np.ndarray:
 
 
 def _start_poses(given: Any, count: int) -> list[StartPose | None]:
-    """Parse the option `start_pose`.
+    """Parse the `start_pose` option.
 
     Raises:
         ValueError: The option is invalid.

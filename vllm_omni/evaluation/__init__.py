@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni evaluate`: generates videos through the endpoints of a server, and measures videos.
+"""`vllm-omni evaluate`: generates videos through a server's endpoints, and measures videos.
 
-The metrics require no additional model and no download.
+The metrics require neither an additional model nor a download.
 """

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates from a video how far its camera turned between frames, and whether it moved forward.
+"""Estimates from a video how far its camera turned between frames, and whether the camera moved
+forward.
 
 The functions search for the motion that gives the best correlation between frames. The correlation
 does not depend on brightness or contrast. Frames are [N, H, W, 3], uint8 or float. Focal lengths
-are relative to the width of the image.
+are relative to the image width.
 """
 
 import itertools
@@ -13,16 +14,16 @@ import torch
 from torch.nn import functional
 
 LARGEST_TURN = 15.0
-"""Largest turn to the left or to the right, in degrees, that the search considers."""
+"""Largest turn in degrees, to the left or right, that the search considers."""
 _COARSE, _FINE = 0.5, 0.05
 
 
 def turns(frames_NHW3: torch.Tensor, focal: float) -> torch.Tensor:
-    """Return the angles in degrees, [N - 1], by which the camera turned right between consecutive
-    frames.
+    """Return the angles in degrees by which the camera turned right between consecutive frames.
+    Shape: [N - 1].
 
     If a camera turns without moving, the mapping from one image to the next does not depend on
-    depth. The result is the angle for which the warped frame correlates best with the next frame
+    depth. Each result is the angle at which the warped frame correlates best with the next frame
     where the two overlap. The search runs first at half the resolution and then at the full
     resolution.
     """
@@ -40,8 +41,8 @@ def turns(frames_NHW3: torch.Tensor, focal: float) -> torch.Tensor:
 
 
 def growths(frames_NHW3: torch.Tensor) -> torch.Tensor:
-    """Return the factors, [N - 1], by which the centre of the image is enlarged between consecutive
-    frames. Each factor is the one for which the enlarged frame correlates best with the next frame.
+    """Return the factors by which the image centre is enlarged between consecutive frames. Shape:
+    [N - 1]. Each factor is the enlargement at which a frame correlates best with the next frame.
     """
     images = channels_first(frames_NHW3)
     factors = torch.arange(0.9, 1.3 + 0.005, 0.01)
@@ -61,8 +62,8 @@ def growths(frames_NHW3: torch.Tensor) -> torch.Tensor:
 
 
 def pixels_at_centre(degrees: torch.Tensor, width: int, focal: float) -> torch.Tensor:
-    """Return how many pixels the centre of an image of the given width moves when the camera turns
-    by an angle.
+    """Return the number of pixels by which the centre of an image `width` pixels wide moves when
+    the camera turns by a given angle.
     """
     return focal * width * torch.tan(torch.deg2rad(degrees))
 
@@ -74,7 +75,9 @@ def channels_first(frames_NHW3: torch.Tensor) -> torch.Tensor:
 def _turned_correlation(
     before_3HW: torch.Tensor, after_3HW: torch.Tensor, degrees_K: torch.Tensor, focal: float
 ) -> torch.Tensor:
-    """Return the correlations [K] of `after` with `before` turned right by each of K angles."""
+    """Return the correlation of `after` with `before` turned right by each of K angles. Shape:
+    [K].
+    """
     height, width = before_3HW.shape[1:]
     focal = focal * width
     x = (torch.arange(width) + 0.5 - width / 2) / focal
@@ -98,7 +101,7 @@ def _turned_correlation(
 def _correlation(
     images_K3HW: torch.Tensor, others_K3HW: torch.Tensor, seen: torch.Tensor
 ) -> torch.Tensor:
-    """Return the correlation of each pair of images, [K], over the pixels marked in `seen`."""
+    """Return each image pair's correlation over the pixels marked in `seen`. Shape: [K]."""
     count = seen.sum(dim=(-2, -1), keepdim=True).clamp(min=1)
 
     def centred(images: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EvaluatedServer`: the requests that an evaluation sends to a server of this package."""
+"""`EvaluatedServer`: the requests that an evaluation sends to one of this package's servers."""
 
 import base64
 import json
@@ -19,7 +19,7 @@ _POLL_S: Final = 0.5
 
 
 class ServerRefusedError(Exception):
-    """The server refused a request, or cannot be reached.
+    """The server refused a request or could not be reached.
 
     Attributes:
         code: Error code from the server's response, or "" if the response contains none.
@@ -33,11 +33,11 @@ class ServerRefusedError(Exception):
 
 
 class EvaluatedServer:
-    """Client of the running server that is evaluated.
+    """Client for the running server under evaluation.
 
     Args:
-        url: Address of the server, `http://HOST:PORT`, with or without a path prefix.
-        key: API key of the server, or None if the server requires no key.
+        url: Server address, `http://HOST:PORT`, with or without a path prefix.
+        key: The server's API key, or None if the server requires no key.
         video_s: Maximum time in seconds to wait for one video.
     """
 
@@ -53,7 +53,7 @@ class EvaluatedServer:
         return str(self._json("GET", "/v1/models")["data"][0]["id"])
 
     def greeting(self) -> dict[str, Any] | None:
-        """Return the greeting that the server sends for a world
+        """Return the `hello` message that the server sends for a world model
         (docs/reference/realtime_world_camera.md), or None if the model is not a world model.
         """
         import msgspec
@@ -71,10 +71,10 @@ class EvaluatedServer:
         return hello if isinstance(hello, dict) and "chunk_frames" in hello else None
 
     def video(self, fields: Mapping[str, Any]) -> tuple[bytes, dict[str, Any]]:
-        """Generate a video through `/v1/videos` and delete it from the server.
+        """Generate a video through `/v1/videos`, download it, and delete it from the server.
 
         Args:
-            fields: JSON fields of the request.
+            fields: JSON request fields.
 
         Returns:
             The contents of the MP4 file, and the server's description of the finished job.
@@ -105,7 +105,7 @@ class EvaluatedServer:
         return base64.b64decode(reply["data"][0]["b64_json"]), reply
 
     def page_file(self, name: str) -> bytes:
-        """Return the contents of a file of the served world, for example a start image."""
+        """Return the contents of one of the served world's files, for example a start image."""
         return self._send("GET", f"/omni/world/{name}")
 
     def _json(

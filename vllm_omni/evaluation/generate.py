@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates the files of an evaluation run through a server: videos of a world that is steered by
-key programs, clips, or images."""
+"""Uses a server to generate an evaluation run's files: clips, images, or videos of a world steered
+by key programs.
+"""
 
 import base64
 import time
@@ -30,7 +31,7 @@ motion to turn the camera."""
 
 @dataclass(frozen=True)
 class Start:
-    """The initial conditions of a video."""
+    """A video's initial conditions."""
 
     prompt: str | None
     """Text prompt, or None if the model takes no prompt."""
@@ -38,7 +39,7 @@ class Start:
     """Start image as a PNG or JPEG file, or None if the model starts from the prompt only."""
 
     def fields(self) -> dict[str, Any]:
-        """Return the initial conditions as JSON fields of a request."""
+        """Return the initial conditions as JSON request fields."""
         fields: dict[str, Any] = {} if self.prompt is None else {"prompt": self.prompt}
         if self.image is not None:
             kind = "png" if self.image.startswith(b"\x89PNG") else "jpeg"
@@ -54,14 +55,16 @@ class RunOptions:
     programs: Sequence[str]
     """Names of the key programs to run, for worlds with controls."""
     prompts: Sequence[str]
-    """Prompts of the user. If empty, the prompts of the world, or `PROMPTS`, are used."""
+    """The user's prompts. If empty, the world's prompts or `PROMPTS` are used."""
     images: Sequence[bytes]
-    """Start images, either one for each prompt or one for all prompts. If empty, the start images
-    of the world are used."""
+    """Start images, either one for each prompt or one for all prompts. If empty, the world's start
+    images are used.
+    """
     default_image: bytes
-    """Start image for models that require one, if neither the user nor the world provides one."""
+    """Start image for models that require one, used if neither the user nor the world provides one.
+    """
     default_prompt: str
-    """Prompt for worlds without prompts of their own, if the user provides none."""
+    """Prompt for worlds without prompts of their own, used if the user provides no prompt."""
     starts: int
     """Number of the world's start images to use."""
     samples: int
@@ -71,9 +74,9 @@ class RunOptions:
     seed: int
     """Seed of the first sample."""
     size: str | None
-    """Size of the videos or images as `WIDTHxHEIGHT`, or None for the model's default size."""
+    """Video or image size as `WIDTHxHEIGHT`, or None for the model's default size."""
     num_frames: int | None
-    """Number of frames of a clip, or None for the model's default number."""
+    """Number of frames in a clip, or None for the model's default number."""
 
 
 def generate(server: EvaluatedServer, folder: RunFolder, options: RunOptions) -> None:
@@ -103,14 +106,15 @@ def generate(server: EvaluatedServer, folder: RunFolder, options: RunOptions) ->
 
 
 class _Generation:
-    """Sends the requests of one run to the server and stores the results in the run's folder."""
+    """Sends one run's requests to the server and stores the results in the run's folder."""
 
     def __init__(self, server: EvaluatedServer, folder: RunFolder, options: RunOptions) -> None:
         self._server, self._folder, self._options = server, folder, options
 
     def clips(self, starts: Sequence[Start]) -> None:
         """Generate clips that are not steered by keys, or images if the model does not generate
-        clips."""
+        clips.
+        """
         options = self._options
         if not starts:
             images: list[bytes | None] = [*options.images] or [None]
@@ -136,12 +140,12 @@ class _Generation:
         program: str | None = None,
         controls: Controls | None = None,
     ) -> None:
-        """Generate the samples for each of the given initial conditions.
+        """Generate the samples for each set of initial conditions.
 
         Args:
-            starts: The initial conditions of the videos.
-            fields: Further JSON fields of the requests.
-            program: Name of the key program; None if the videos are not steered.
+            starts: The videos' initial conditions.
+            fields: Additional JSON fields for the requests.
+            program: Name of the key program. None: the videos are not steered.
             controls: Keys that the program holds in each latent frame.
         """
         for start, seed in self._samples(starts):
@@ -185,14 +189,16 @@ class _Generation:
 
 def entries(space: ActionSpace, keys: Sequence[str]) -> list[Any] | None:
     """Return the actions that hold the given keys, one for each latent frame. The result is None if
-    the model has no control for one of the keys."""
+    the model has no control for one of the keys.
+    """
     found = [_entry(space, key) for key in keys]
     return None if None in found else found
 
 
 def _entry(space: ActionSpace, key: str) -> list[str] | dict[str, Any] | None:
     """Return the action for a camera key: a button, or else a motion of the axis that the mouse
-    moves. The result is None if the model has neither the button nor the axis."""
+    moves. The result is None if the model has neither the button nor the axis.
+    """
     if not key:
         return []
     if key in space.button_names:
@@ -224,8 +230,8 @@ def _world_starts(
     space: ActionSpace,
     options: RunOptions,
 ) -> list[Start]:
-    """Return the initial conditions of the sessions. Prompts and images of the user take precedence
-    over those of the world.
+    """Return the sessions' initial conditions. The user's prompts and images take precedence over
+    the world's.
     """
     prompts: Sequence[str | None] = options.prompts
     images: Sequence[bytes | None] = options.images

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 _CAP = 1e-10
-"""Lower bound of the mean squared error, which gives equal images a PSNR of 100 dB."""
+"""Lower bound on the mean squared error. It gives identical images a PSNR of 100 dB."""
 _SSIM_TAPS, _SSIM_SIGMA = 11, 1.5
 
 
@@ -18,36 +18,39 @@ def unit(frames: torch.Tensor) -> torch.Tensor:
 
 
 def psnr(made: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """Return the PSNR of each clip in dB, [B]."""
+    """Return the PSNR of each clip relative to the ground truth, in dB. Shape: [B]."""
     return decibels((made.float() - truth.float()).square().flatten(1).mean(dim=1))
 
 
 def squared_error(made: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared error of each frame, [B, T]."""
+    """Return the mean squared error of each frame. Shape: [B, T]."""
     return (made.float() - truth.float()).square().flatten(2).mean(dim=2)
 
 
 def decibels(squared_error: torch.Tensor) -> torch.Tensor:
-    """Return the PSNR for mean squared errors of images in [0, 1], at most 100 dB."""
+    """Convert mean squared errors of images in [0, 1] to PSNR in dB, at most 100."""
     return -10 * squared_error.clamp(min=_CAP).log10()
 
 
 def edges(frames: torch.Tensor) -> torch.Tensor:
-    """Return the mean absolute difference of horizontally adjacent pixels in each clip, [B]."""
+    """Return the mean absolute difference between horizontally adjacent pixels in each clip. Shape:
+    [B].
+    """
     return (frames[..., 1:] - frames[..., :-1]).abs().float().flatten(1).mean(dim=1)
 
 
 def sharpness(made: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """Return the sharpness of each clip (`edges`) relative to the ground truth, [B]."""
+    """Return the sharpness of each clip (`edges`) relative to the ground truth. Shape: [B]."""
     return edges(made) / edges(truth).clamp(min=1e-6)
 
 
 def ssim(made: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """Return the structural similarity of each frame, [B, T]: 1 if equal, near 0 if unrelated.
+    """Return each frame's structural similarity to the ground truth: 1 if equal, near 0 if
+    unrelated.
 
     The parameters are those of Wang et al. 2004: Gaussian windows of 11 pixels with sigma 1.5. Only
     windows that lie entirely inside the frame are used. The result is the mean over the three
-    colours.
+    colours. Shape: [B, T].
     """
     shape = made.shape[:2]
     a, b = (frames.flatten(0, 1).float() for frames in (made, truth))

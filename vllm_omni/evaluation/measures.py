@@ -2,8 +2,8 @@
 """Reference-free metrics of a video: sharpness, contrast, colour, flicker, and whether the video
 returns to its first view.
 
-Levels are the 8-bit values of pixels, from 0 to 255. Ratios and differences over time compare the
-last tenth of the frames with the first tenth; each tenth contains at least one frame.
+Levels are 8-bit pixel values from 0 to 255. Ratios and differences over time compare the last tenth
+of the frames with the first tenth; each tenth contains at least one frame.
 """
 
 # T frames, H height, W width
@@ -16,7 +16,7 @@ import torch
 from vllm_omni.evaluation.likeness import decibels, edges, squared_error, ssim, unit
 
 _LUMA = torch.tensor([0.299, 0.587, 0.114])
-"""Weights of red, green and blue in the brightness, as in ITU-R BT.601."""
+"""Weights of red, green and blue in the brightness (luma), as in ITU-R BT.601."""
 
 
 def appearance(frames_THWC: np.ndarray) -> dict[str, float]:
@@ -26,17 +26,18 @@ def appearance(frames_THWC: np.ndarray) -> dict[str, float]:
         frames_THWC: Frames, uint8 RGB.
 
     Returns:
-        The metrics by name. Every result contains `sharpness`, the mean difference of horizontally
-        adjacent pixels in levels, and `contrast`, the standard deviation of the brightness in
-        levels.
+        The metrics by name. Every result contains `sharpness`, the mean difference between
+        horizontally adjacent pixels in levels, and `contrast`, the standard deviation of the
+        brightness in levels.
 
-        With two or more frames, the result also contains `sharpness_ratio` and `contrast_ratio`,
-        the value at the end divided by the value at the start; `colour_drift`, the change of the
-        mean of each colour in levels, as the root mean square over the three colours; and
-        `frame_difference`, the mean absolute difference of consecutive frames in levels.
+        With two or more frames, the result contains four additional metrics. `sharpness_ratio` and
+        `contrast_ratio` are each the value at the end divided by the value at the start.
+        `colour_drift` is the change in each colour's mean in levels, as the root mean square across
+        the three colours. `frame_difference` is the mean absolute difference between consecutive
+        frames in levels.
 
         With three or more frames, the result also contains `flicker`, the mean difference in levels
-        between the brightness of a frame and the mean brightness of the two adjacent frames.
+        between a frame's brightness and the mean brightness of the two adjacent frames.
     """
     rows, differences, before = [], [], None
     for frame_HWC in frames_THWC:
@@ -70,8 +71,8 @@ def likeness_of_frames(made_THWC: np.ndarray, other_THWC: np.ndarray) -> dict[st
 
     Args:
         made_THWC: Frames, uint8 RGB.
-        other_THWC: Frames of the other video. Both videos must have the same number and size of
-            frames.
+        other_THWC: Frames of the other video. Both videos must have the same number of frames and
+            the same frame size.
     """
     found: dict[str, list[float]] = {"psnr": [], "ssim": []}
     for made_HWC, other_HWC in zip(made_THWC, other_THWC, strict=True):
@@ -85,17 +86,18 @@ def likeness_of_frames(made_THWC: np.ndarray, other_THWC: np.ndarray) -> dict[st
 
 
 def view_return(frames_THWC: np.ndarray, away: int) -> Mapping[str, float]:
-    """Compare the last frame with the first frame of a video whose camera should have returned.
+    """Compare the last frame with the first frame of a video whose camera should have returned to
+    its start.
 
     Args:
         frames_THWC: Frames, uint8 RGB.
-        away: Index of the frame whose view should differ most from the view of the first frame.
+        away: Index of the frame whose view should differ most from the first frame's view.
 
     Returns:
         `return_psnr` in dB and `return_ssim`, which compare the last frame with the first, and
-        `return_gain`, the PSNR of the last frame minus the PSNR of the frame `away`. A high
-        `return_psnr` means little without a gain, because a video without motion also ends with its
-        first view.
+        `return_gain`, the last frame's PSNR minus the PSNR of the frame `away`. A high
+        `return_psnr` means little without a gain, because a video without motion also ends with the
+        view that it started with.
     """
     first_THWC = frames_THWC[[0, 0]]
     found = likeness_of_frames(frames_THWC[[-1, away]], first_THWC)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the keys that were held in recorded sessions."""
+"""Reads the keys held in recorded sessions."""
 
 from collections.abc import Sequence
 from pathlib import Path

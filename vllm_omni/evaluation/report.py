@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the files of a run, and writes `report.json`, `report.md` and `frames.png`."""
+"""Measures a run's files, and writes `report.json`, `report.md` and `frames.png`."""
 
 import json
 import math
@@ -25,11 +25,11 @@ class Measure:
     """A column of the report, and the usual range of its values for good videos."""
 
     name: str
-    """Name of the measure."""
+    """Measure name."""
     title: str
-    """Heading of the column."""
+    """Column heading."""
     meaning: str
-    """Explanation of the measure for readers of the report."""
+    """Explanation of the measure for the report's readers."""
     low: float = -math.inf
     """Smallest usual value of the measure."""
     high: float = math.inf
@@ -40,7 +40,7 @@ class Measure:
     """Interpretation of a value above the usual range."""
 
     def usual(self) -> str:
-        """Return the usual range of the measure as text."""
+        """Return the measure's usual range as text."""
         if math.isfinite(self.low) and math.isfinite(self.high):
             return f"{self.low:g} to {self.high:g}"
         if math.isfinite(self.low):
@@ -97,7 +97,7 @@ PICTURE: Final = (
         "mean difference of consecutive frames, in levels: small without motion",
     ),
 )
-"""Measures that are computed for every video."""
+"""Measures computed for every video."""
 
 STEERING: Final = (
     Measure("turn_degrees", "turn, degrees", "median turn of a latent frame with a look key"),
@@ -145,7 +145,7 @@ STEERING: Final = (
         too_low="the camera does not leave the first view, or does not come back to it",
     ),
 )
-"""Measures that are computed for videos that were steered with keys."""
+"""Measures computed for videos that were steered with keys."""
 
 
 _KEYS_NOTE: Final = (
@@ -163,18 +163,18 @@ class MeasuredFile:
     made: MadeFile
     """The measured file."""
     size: tuple[int, int]
-    """Width and height of the frames in pixels."""
+    """Frame width and height in pixels."""
     frames: int
-    """Number of frames; 1 for an image."""
+    """Number of frames, 1 for an image."""
     fps: float
-    """Frame rate of the video in frames per second; 0 for an image."""
+    """Video frame rate in frames per second. 0: the file is an image."""
     measures: dict[str, float]
-    """Measured values by the name of the measure."""
+    """Measured values by measure name."""
     reference: dict[str, list[float]] = field(default_factory=dict)
     """`psnr` and `ssim` of each frame that has a reference frame."""
 
     def findings(self) -> list[str]:
-        """Return one sentence for each measure that is outside its usual range."""
+        """Return one line of text for each measure that is outside its usual range."""
         return [
             f"{measure.name} {value:.2f}, usually {measure.usual()}: "
             f"{measure.too_low if value < measure.low else measure.too_high}"
@@ -203,16 +203,16 @@ def read_frames(path: Path) -> tuple[np.ndarray, float]:
 
 
 def measure_run(folder: RunFolder, references: Path | None = None) -> list[MeasuredFile]:
-    """Measure all files of a run and write the report into its folder.
+    """Measure all of a run's files, and write the report into the run's folder.
 
     Args:
-        folder: Folder of the run.
-        references: Folder with reference frames (`reference_frames`), or None if the files are not
-            compared with references.
+        folder: The run's folder.
+        references: Folder that contains reference frames (`reference_frames`), or None if the files
+            are not compared with references.
 
     Raises:
         ValueError: There are no files, a file cannot be measured, or references are given but none
-            of the files has one.
+            belongs to a file.
     """
     if not folder.run.files:
         raise ValueError(f"{folder.path} has no videos or images: nothing was generated")
@@ -245,7 +245,7 @@ def measure_run(folder: RunFolder, references: Path | None = None) -> list[Measu
 
 
 def reference_frames(folder: Path, stem: str) -> dict[int, np.ndarray]:
-    """Return the reference frames of a video by frame index, uint8 RGB [H, W, 3].
+    """Return a video's reference frames by frame index, uint8 RGB [H, W, 3].
 
     `STEM.mp4`, `STEM.png` and `STEM.npy` ([T, H, W, 3]) contain consecutive frames, starting with
     the first frame of the video. `STEM.N.png` and `STEM.N.npy` contain frame N, where -1 is the
@@ -317,8 +317,8 @@ def _strip(frames_THWC: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
     Args:
         frames_THWC: Frames, uint8 RGB.
-        size: Width and height of the first file. All frames of the overview are fitted to this
-            size.
+        size: The first file's width and height. All frames in the overview are resized to this
+            aspect ratio.
     """
     count = _SHEET_COLUMNS if len(frames_THWC) > 1 else 1
     shown = np.linspace(0, len(frames_THWC) - 1, count).round().astype(int)
@@ -383,7 +383,9 @@ def _markdown(folder: RunFolder, measured: list[MeasuredFile]) -> str:
 
 
 def _table(measured: list[MeasuredFile], columns: Sequence[Measure]) -> str:
-    """Return a table with one row for each file that has a value in at least one column."""
+    """Return a table with one row for each file that has a value in at least one column. Columns
+    without values are omitted.
+    """
     shown = [c for c in columns if any(c.name in result.measures for result in measured)]
     rows = [["video", "keys", *(column.title for column in shown)]]
     for result in measured:

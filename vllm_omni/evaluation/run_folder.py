@@ -38,7 +38,7 @@ _DIMENSIONS: Final = (
     "aesthetic_quality",
     "imaging_quality",
 )
-"""Evaluation dimensions of VBench that can be used with any prompt."""
+"""VBench evaluation dimensions that can be used with any prompt."""
 _WBENCH_ACTIONS: Final = {"": "stop", "w": "W", "s": "S", "a": "A", "d": "D", "j": "left"} | {
     "l": "right",
     "i": "up",
@@ -48,19 +48,19 @@ _LONGEST_NAME: Final = 180
 
 
 class MadeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A video or image of the run."""
+    """One of the run's videos or images."""
 
     file: str
     """Path of the file relative to the run's folder."""
     prompt: str = ""
-    """Text prompt from which the file was generated; empty if the model takes no prompt."""
+    """Text prompt that the file was generated from. Empty: the model takes no prompt."""
     program: str | None = None
     """Name of the key program, or None if the file was generated without keys or with the keys of a
     recording."""
     seed: int | None = None
     """Random seed for the noise, or None if the seed is unknown."""
     controls: Controls | None = None
-    """Keys that were held, or None if the model has no keys or the keys are unknown."""
+    """Keys held during generation, or None if the model has no keys or the keys are unknown."""
 
 
 class Run(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -69,9 +69,9 @@ class Run(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str
     """Name of the model that generated the files."""
     package_version: str
-    """Version of this package that generated the files; empty if the version is unknown."""
+    """Version of this package that generated the files. Empty: the version is unknown."""
     files: list[MadeFile] = msgspec.field(default_factory=list)
-    """The generated files in the order of their creation."""
+    """Generated files in creation order."""
 
 
 class RunFolder:
@@ -93,7 +93,7 @@ class RunFolder:
 
     @classmethod
     def read(cls, path: Path) -> "RunFolder":
-        """Read the folder of a run, or a folder with arbitrary videos and images.
+        """Read a run's folder, or a folder that contains arbitrary videos and images.
 
         Raises:
             ValueError: The folder contains neither `run.json` nor videos or images, or `run.json`
@@ -115,7 +115,7 @@ class RunFolder:
         return cls(path, Run(model="", package_version="", files=files))
 
     def next_path(self, prompt: str, suffix: str) -> Path:
-        """Return the path of the next video or image of a prompt.
+        """Return the path for a prompt's next video or image.
 
         Files are named after the prompt, because VBench reads the prompt from the file name.
         Characters that are not allowed in file names are replaced, and long prompts are truncated.
@@ -129,8 +129,9 @@ class RunFolder:
         return path
 
     def add(self, path: Path, **fields: Any) -> MadeFile:
-        """Add to the run a file that was written to the path from `next_path`. `fields` are fields
-        of `MadeFile`."""
+        """Add a file to the run. The file must have been written to a path from `next_path`.
+        `fields` are fields of `MadeFile`.
+        """
         made = MadeFile(file=str(path.relative_to(self.path)), **fields)
         self.run.files.append(made)
         if made.program is not None:

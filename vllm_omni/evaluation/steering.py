@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks whether a video follows the keys that were held: whether its camera turns, walks and
-returns as commanded.
+"""Checks whether a video follows the keys held during generation: whether its camera turns, walks
+and returns as commanded.
 
-A key program consists of phases of equal length, called turns, as in WBench. In each turn, one key
-or no key is held.
+A key program consists of phases of equal length, called turns, as in WBench. In each turn, at most
+one key is held.
 """
 
 # T frames, L latent frames, H height, W width
@@ -29,24 +29,23 @@ PROGRAMS: Final[Mapping[str, tuple[str, ...]]] = {
     "right_and_back": ("l", "j"),
     "loop": ("l", "w", "s", "j"),
 }
-"""Key that is held in each turn of each program. `w` and `s` walk forward and back; `j` and `l`
-turn left and right. An empty string means that no key is held."""
+"""Key held in each turn of each program. `w` and `s` walk forward and back; `j` and `l` turn left
+and right. An empty string means that no key is held.
+"""
 _NOT_TURNED_DEGREES: Final = 0.1
 _NOT_GROWN: Final = 1.001
-"""Largest enlargement of the image's centre per latent frame at which the camera still counts as
-standing still.
-"""
+"""Largest enlargement of the image centre per latent frame that still counts as standing still."""
 _WIDTH: Final = 320
-"""Width in pixels to which larger frames are downscaled to save time. This width is sufficient for
+"""Larger frames are downscaled to this width in pixels to save time. This width is sufficient for
 accurate results.
 """
 _SAME_PLACE: Final = 0.05
-"""Maximum distance between two poses that show the same view, in the unit of `_distance`."""
+"""Maximum distance at which two poses count as the same view, in the unit of `_distance`."""
 _WHOLE_STEP: Final = 0.7
 
 
 class Controls(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Keys that were held while a video was generated."""
+    """Keys held while a video was generated."""
 
     keys: list[str]
     """Letters of the camera keys held in each latent frame. The first entry belongs to the start
@@ -57,7 +56,7 @@ class Controls(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     later_frames: int
     """Number of video frames in each later latent frame."""
     focal: float
-    """Focal length of the camera, divided by the width of the image."""
+    """Focal length of the camera, divided by the image width."""
     turn_degrees: float | None = None
     """Angle in degrees by which a look key turns the camera in one latent frame, or None if the
     model does not define this angle.
@@ -80,24 +79,25 @@ def program_keys(program: str, turn: int) -> list[str]:
 
 
 def steering(frames_THWC: np.ndarray, controls: Controls) -> dict[str, float]:
-    """Compare the motion of a video with the keys that were held.
+    """Compare a video's motion with the keys that were held.
 
-    A latent frame in which only `j` or only `l` is held counts as a turn, and one in which only `w`
-    or only `s` is held counts as a step. All other latent frames are ignored, and so are steps that
-    were stopped by a wall according to the world poses.
+    A latent frame in which only `j` or only `l` is held counts as a turn, and a latent frame in
+    which only `w` or only `s` is held counts as a step. All other latent frames are ignored, as are
+    steps that were stopped by a wall according to the world poses.
 
     Args:
         frames_THWC: At least `controls.num_frames` frames, uint8 RGB.
-        controls: Keys that were held while the video was generated.
+        controls: Keys held while the video was generated.
 
     Returns:
-        The measured values by name. If there are turns: `turn_degrees`, the median turn of a latent
-        frame in the commanded direction; `turn_ratio`, the median turn divided by the commanded
-        turn, if the model defines one; and `turn_missed`, the share of turns in which the camera
-        did not turn in the commanded direction. If there are steps: `step_growth`, the median
-        enlargement of the centre (for a step back, from the later to the earlier frame), and
-        `step_missed`, the share of steps without an enlargement. If the camera should have left its
-        start and returned, the result also contains the values of `view_return`.
+        The measured values by name. Values for turns are present only if there are turns.
+        `turn_degrees` is the median turn per latent frame in the commanded direction. `turn_ratio`
+        is the median turn divided by the commanded turn, if the model defines one. `turn_missed` is
+        the share of turns in which the camera did not turn in the commanded direction. Values for
+        steps are present only if there are steps. `step_growth` is the median enlargement of the
+        centre (for a step back, from the later to the earlier frame). `step_missed` is the share of
+        steps without an enlargement. If the camera should have left its start and returned, the
+        result also contains the values of `view_return`.
 
     Raises:
         ValueError: The video has fewer frames than `controls` describes.
@@ -137,7 +137,7 @@ def _stopped_steps(controls: Controls) -> set[int]:
     """Return the latent frames in which a wall stopped the camera.
 
     The camera counts as stopped if its step, projected onto the viewing direction, is shorter than
-    the fraction `_WHOLE_STEP` of the longest step.
+    `_WHOLE_STEP` times the longest step.
     """
     poses = controls.world_poses or []
     ahead = {}
@@ -171,15 +171,17 @@ def farthest_if_returned(controls: Controls) -> int | None:
 
 
 def _distance(pose: Sequence[float], start: Sequence[float]) -> float:
-    """Return the distance between two poses, in which a rotation by 10 degrees counts as one unit
-    of length."""
+    """Return the distance between two poses. A rotation by 10 degrees counts as one unit of
+    length.
+    """
     turned = [abs((a - b + 180) % 360 - 180) for a, b in zip(pose[2:], start[2:], strict=True)]
     return math.hypot(pose[0] - start[0], pose[1] - start[1]) + max(turned) / 10
 
 
 def _poses_of(keys: Sequence[str]) -> list[list[float]]:
     """Return x, z, heading and pitch after each latent frame, computed from the keys for a world
-    without walls."""
+    without walls.
+    """
     pose_144 = torch.eye(4, dtype=torch.float64)[None]
     pitch_1 = torch.zeros(1, dtype=torch.float64)
     poses = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The executor for diffusers pipelines: a single process without workers.
+"""The executor for diffusers pipelines, which run in the engine's process without workers.
 
 `--distributed-executor-backend vllm_omni.executor.DiffusersPipelineExecutor` selects the executor,
 so this import path is public. The class is imported on first use. This package has no other

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PipelineAdapters`: loads, selects and unloads the LoRA adapters of a pipeline.
+"""`PipelineAdapters`: loads, selects and unloads a pipeline's LoRA adapters.
 
 An adapter is loaded into the pipeline's modules once and is disabled by default. A request selects
-adapters by name and may give each a strength. The result of a request that selects no adapters is
-the same as without any loaded adapters.
+adapters by name and may give each a strength. A request that selects no adapters has the same
+result as if no adapters were loaded.
 """
 
 import logging
@@ -23,11 +23,11 @@ from vllm_omni.outputs import RequestFailed
 logger = logging.getLogger("vllm." + __name__)
 
 Selection = tuple[tuple[str, float], ...]
-"""Names and strengths of the adapters of a request, in the order of the request."""
+"""Names and strengths of a request's adapters, in request order."""
 
 
 class PipelineAdapters:
-    """The LoRA adapters of one pipeline.
+    """One pipeline's LoRA adapters.
 
     Args:
         sources: Adapters to load with the pipeline, by name.
@@ -37,8 +37,8 @@ class PipelineAdapters:
         self._sources = dict(sources)
         self._ids: dict[int, str] = {}
         self._active: Selection | None = None
-        """Adapters that are currently enabled in the pipeline. None means unknown, because adapters
-        have been loaded or unloaded since the last call to `activate`.
+        """Adapters that are currently enabled in the pipeline. None: unknown, because adapters have
+        been loaded or unloaded since the last call to `activate`.
         """
 
     @property
@@ -54,7 +54,7 @@ class PipelineAdapters:
         """Load all adapters into a newly loaded pipeline.
 
         Raises:
-            ValueError: An adapter cannot be loaded; the message names the adapter.
+            ValueError: An adapter cannot be loaded. The message names the adapter.
         """
         self._active = ()
         for name, source in self._sources.items():
@@ -68,10 +68,10 @@ class PipelineAdapters:
         """Load an additional adapter.
 
         Args:
-            pipeline: The pipeline into whose modules the adapter is loaded.
-            name: Name of the adapter.
-            source: Files and default strength of the adapter.
-            number: vLLM's id of the adapter, if it was added through vLLM's own LoRA calls.
+            pipeline: Pipeline into which to load the adapter.
+            name: Adapter name.
+            source: The adapter's files and default strength.
+            number: vLLM's id for the adapter, if it was added through vLLM's own LoRA calls.
 
         Returns:
             False if an adapter with this name and source is already loaded.
@@ -92,7 +92,7 @@ class PipelineAdapters:
         return True
 
     def remove(self, pipeline: Any, name: str) -> bool:
-        """Unload an adapter. Returns False if there is no adapter with that name."""
+        """Unload an adapter. Return False if no adapter has that name."""
         if name not in self._sources:
             return False
         self._active = None
@@ -103,9 +103,7 @@ class PipelineAdapters:
         return True
 
     def remove_number(self, pipeline: Any, number: int) -> bool:
-        """Unload the adapter with the given vLLM id. Returns False if there is no adapter with that
-        id.
-        """
+        """Unload the adapter with the given vLLM id. Return False if no adapter has that id."""
         return number in self._ids and self.remove(pipeline, self._ids[number])
 
     def select(self, wanted: Any) -> Selection:
@@ -143,8 +141,9 @@ class PipelineAdapters:
         return tuple((name, float(scale)) for name, scale in wanted.items())
 
     def activate(self, pipeline: Any, selection: Selection) -> None:
-        """Enable the selected adapters and disable all others. Does nothing if exactly these
-        adapters are already enabled."""
+        """Enable the selected adapters and disable all others. If exactly these adapters are
+        already enabled, do nothing.
+        """
         if selection == self._active:
             return
         if selection:
@@ -163,7 +162,7 @@ def _load(pipeline: Any, name: str, source: LoraSource) -> None:
             f"LoRA adapter {name!r}: {type(pipeline).__name__} does not support adapters"
         )
     try:
-        import peft  # noqa: F401 - diffusers would report it only after loading half of the weights
+        import peft  # noqa: F401 - without peft, diffusers would fail only after loading half of the weights
     except ImportError as error:
         raise ValueError(
             f"LoRA adapter {name!r} requires the package 'peft': pip install peft"
@@ -209,8 +208,7 @@ def _load(pipeline: Any, name: str, source: LoraSource) -> None:
 
 
 def _not_finite(pipeline: Any, name: str) -> str | None:
-    """Describe the first strength or tensor of an adapter that is not finite. Returns None if all
-    are finite."""
+    """Describe an adapter's first non-finite strength or tensor. Return None if all are finite."""
     from peft.tuners.lora import LoraLayer
 
     for component in pipeline.components.values():

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts a request to the arguments of a pipeline's `__call__`, and validates them.
 
-The signature of the pipeline class defines which options a request may have. A request field or
-option without a matching argument is never ignored: the request fails with an error that lists the
-valid names. Values are validated as far as possible without running the pipeline. This module does
-not depend on a model.
+The signature of the pipeline's `__call__` defines which options a request may contain. If a request
+field or option has no matching argument, the request fails with an error that lists the valid
+names. Values are validated as far as possible without running the pipeline. This module contains no
+model-specific code.
 """
 
 import json
@@ -38,7 +38,7 @@ from vllm_omni.outputs import RequestFailed
 from vllm_omni.seeds import definite_seed
 
 _OURS = ("aspect_ratio", "lora", "prompt_suffix", "first_block_cache")
-"""Options that are defined by this package and are not arguments of a pipeline."""
+"""Options that this package defines, which are not pipeline arguments."""
 _FROM_FIELDS = (
     *(
         "prompt",
@@ -80,16 +80,16 @@ _Change = Annotated[float, msgspec.Meta(gt=0, le=10)]
 
 @dataclass(frozen=True)
 class PipelineInfo:
-    """Properties of a loaded pipeline, against which requests are validated. The properties are
-    read from the pipeline once.
+    """Properties of a loaded pipeline, used to validate requests. The properties are read from the
+    pipeline once.
     """
 
     class_name: str
     """Name of the pipeline class."""
     parameters: Parameters
-    """Parameters of the pipeline's `__call__`."""
+    """Parameters of the pipeline's `__call__` method."""
     conventions: PipelineConventions
-    """Prompt suffixes and aspect ratios of the pipeline class."""
+    """The pipeline class's prompt suffixes and aspect ratios."""
     size_multiple: int
     """Height and width must be multiples of this number of pixels."""
     frame_stride: int
@@ -97,7 +97,7 @@ class PipelineInfo:
     guidance: str | None
     """Name of the argument for the guidance scale, or None if the pipeline has no such argument."""
     text_widths: tuple[int, ...]
-    """Possible widths of text embeddings; empty if the widths are unknown."""
+    """Possible widths of text embeddings. Empty: the widths are unknown."""
     tensor_dtype: torch.dtype
     """Dtype of the pipeline's floating-point tensor arguments."""
     encodes_text: bool
@@ -140,7 +140,9 @@ class PipelineInfo:
 
 
 def _size_multiple(attributes: Mapping[str, Any], denoiser_config: Mapping[str, Any]) -> int:
-    """Return the side length of a token in pixels: the VAE's scale factor times the patch size.
+    """Return the number of pixels that heights and widths must be multiples of: a token's side
+    length (the VAE's scale factor times the patch size), or an image processor's scale factor if
+    that is larger.
 
     The function looks up the scale factor and the patch size under several names, because pipeline
     classes store them under different names.
@@ -165,19 +167,19 @@ class PipelineCall:
     arguments: dict[str, Any]
     """Arguments of the pipeline's `__call__`, except the generator and the callback."""
     seed: int
-    """Seed of the first image or of the video."""
+    """Seed for the video or for the first image."""
     num_images: int
     """Number of noise generators: one per image, or one for a video."""
     num_steps: int
-    """Number of denoise steps; 0 if unknown."""
+    """Number of denoise steps. 0: the number is unknown."""
     fps: float
-    """Frame rate of a video in frames per second."""
+    """Video frame rate in frames per second."""
     lora: Any
     """LoRA adapters as requested; see `PipelineAdapters.select`."""
     meta: dict[str, Any]
-    """Metadata that is added to the result."""
+    """Metadata to add to the result."""
     first_block_cache: float | None = None
-    """Threshold of the first-block cache; None disables the cache."""
+    """First-block cache threshold. None: the cache is disabled."""
 
 
 def pipeline_call(
@@ -190,11 +192,11 @@ def pipeline_call(
     """Convert a request to a pipeline call.
 
     Args:
-        params: Parameters of the request.
-        tensors: Tensors of the request by name.
-        info: Properties of the pipeline.
-        options: Options of the deployment.
-        device: Device of the pipeline.
+        params: Request parameters.
+        tensors: Request tensors by name.
+        info: The pipeline's properties.
+        options: Deployment options.
+        device: The pipeline's device.
 
     Raises:
         RequestFailed: The request is invalid. The code is `invalid_request`, `unsupported_size` or
@@ -251,7 +253,7 @@ def pipeline_call(
 
 
 def _adapters(params: DiffusionParams, own: Mapping[str, Any]) -> Any:
-    """Return the LoRA adapters that a request specifies in its field `lora` or in
+    """Return the LoRA adapters that a request specifies in its `lora` field or in
     `options.lora`.
     """
     if params.lora is None:
@@ -262,7 +264,7 @@ def _adapters(params: DiffusionParams, own: Mapping[str, Any]) -> Any:
 
 
 def _first_block_cache(own: Mapping[str, Any], options: DiffusersOptions) -> float | None:
-    """Return the threshold of the first-block cache that a request specifies, or None."""
+    """Return the first-block cache threshold that a request specifies, or None."""
     if "first_block_cache" not in own:
         return None
     if options.interleave > 1:
@@ -292,7 +294,9 @@ def _check_fields(params: DiffusionParams) -> None:
 
 
 def _checked_options(requested: Mapping[str, Any], info: PipelineInfo) -> dict[str, Any]:
-    """Check that all options are arguments of the pipeline, and return them unchanged."""
+    """Check that all options are arguments of the pipeline and have valid values, and return them
+    unchanged.
+    """
     allowed = [
         name
         for name in info.parameters
@@ -347,7 +351,7 @@ def _texts(
     """Set the prompts. If requested, add the suffix for the prompt's language.
 
     Returns:
-        Metadata that is added to the result.
+        Metadata to add to the result.
     """
     meta: dict[str, Any] = {}
     prompt = params.prompt
@@ -401,7 +405,7 @@ def _size(
     """Set the arguments for height and width.
 
     The size is determined by the aspect ratio, or else by the request's height and width, or else
-    by the deployment's defaults. Without any of these, the pipeline chooses the size.
+    by the deployment's defaults. If none of these is given, the pipeline chooses the size.
     """
     width, height = params.width, params.height
     ratio = own.get("aspect_ratio")
@@ -488,7 +492,7 @@ def _guidance(arguments: dict[str, Any], params: DiffusionParams, info: Pipeline
         return
     if info.guidance is None:
         raise _invalid(f"{info.class_name} has no guidance scale")
-    # An option with the name of the guidance argument takes precedence, because endpoints always
-    # send guidance_scale.
+    # An option named after the guidance argument takes precedence, because endpoints always send
+    # guidance_scale.
     if info.guidance not in params.options:
         arguments[info.guidance] = params.guidance_scale

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts the output of a pipeline to the tensors of a result envelope.
+"""Converts a pipeline's output to the tensors of a result envelope.
 
 The result is `images`, uint8 [N, H, W, 3], or `frames`, uint8 [T, H, W, 3]. Values are quantized on
 the device before they are copied to the host. Quantization multiplies by 255 and rounds half to
-even, as diffusers' `numpy_to_pil` does, so the bytes equal those of `output_type="pil"`.
+even, as diffusers' `numpy_to_pil` does, so the bytes match those of `output_type="pil"`.
 """
 
 from collections.abc import Mapping
@@ -18,15 +18,15 @@ _KEYS = ("images", "frames", "videos")
 
 
 def result_tensors(output: Mapping[str, Any], *, video: bool) -> dict[str, torch.Tensor]:
-    """Convert the decoded output of a pipeline.
+    """Convert a pipeline's decoded output.
 
     Args:
-        output: Output object of diffusers (a mapping) with float tensors in [0, 1], float arrays,
-            or PIL images.
+        output: diffusers' output object (a mapping), which contains float tensors in [0, 1], float
+            arrays, or PIL images.
         video: Whether the output is a video.
 
     Raises:
-        TypeError: The type of the output is not supported. The message names the type.
+        TypeError: The output type is not supported. The message names the type.
     """
     value = _main_value(output)
     pixels = _to_uint8(value)

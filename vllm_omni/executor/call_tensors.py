@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts the tensors of a request to arguments of a pipeline.
+"""Converts a request's tensors to pipeline arguments.
 
 Images become PIL images; embeddings are moved to the pipeline's device. A tensor has the same name
-as the pipeline's argument, with two exceptions for tensors that endpoints send: `mask` becomes the
-argument `mask_image`, and `image_1`, `image_2`, and so on are additional images for the argument
-`image`. If a tensor has the wrong dtype or shape or an invalid value, the request fails with an
-error that names the tensor. This module does not depend on a model.
+as the pipeline argument that it becomes, with two exceptions for tensors that endpoints send:
+`mask` becomes the `mask_image` argument, and `image_1`, `image_2`, and so on are additional images
+for the `image` argument. If a tensor has the wrong dtype or shape or an invalid value, the request
+fails with an error that names the tensor. This module contains no model-specific code.
 """
 
 import re
@@ -33,13 +33,13 @@ def tensor_arguments(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """Convert the tensors of a request.
+    """Convert a request's tensors.
 
     Args:
         tensors: Tensors by name.
         parameters: Parameters of the pipeline's `__call__`.
-        text_widths: Possible widths of text embeddings; if empty, any width is accepted.
-        device: Device of the pipeline.
+        text_widths: Possible widths of text embeddings. Empty: any width is accepted.
+        device: The pipeline's device.
         dtype: Dtype of floating-point arguments.
 
     Raises:

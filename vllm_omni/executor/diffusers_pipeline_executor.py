@@ -4,9 +4,9 @@
     vllm serve DIR --distributed-executor-backend vllm_omni.executor.DiffusersPipelineExecutor
     --config-format omni
 
-The pipeline runs in the engine's process on a single device, without vLLM's workers, model runner
-and K/V cache. `PipelineWorker` handles vLLM's `collective_rpc` calls to workers. Calling a feature
-that pipelines do not support fails with an error that names the feature.
+The pipeline runs in the engine's process on one device, without vLLM's workers, model runner or K/V
+cache. `PipelineWorker` handles vLLM's `collective_rpc` calls to workers. If a call needs a feature
+that pipelines do not support, it fails with an error that names the feature.
 """
 
 import logging
@@ -160,7 +160,7 @@ class PipelineWorker:
         return self.runner.request_progress()
 
     def session_stats(self) -> dict[str, Any]:
-        """Return the same statistics as a diffusion worker (`SessionStore.stats`).
+        """Return the same statistics fields as a diffusion worker does (`SessionStore.stats`).
 
         All counts are 0, because a pipeline has no sessions.
         """
@@ -187,8 +187,9 @@ class PipelineWorker:
         return {}
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        """Return vLLM's layouts. A pipeline has no K/V cache, but the engine requires at least one
-        layout name."""
+        """Return the names of vLLM's K/V cache layouts. A pipeline has no K/V cache, but the engine
+        requires at least one layout name.
+        """
         from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 
         return [layout.name for layout in get_supported_kv_cache_layouts([])]
@@ -198,8 +199,10 @@ class PipelineWorker:
     ) -> None: ...
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing. For example, `execute_dummy_batch` is not needed, because data-parallel
-        engines run independently of each other."""
+        """No-op version of the worker methods that a pipeline does not need. For example,
+        `execute_dummy_batch` is not needed, because data-parallel engines run independently of each
+        other.
+        """
 
     initialize_from_config = update_max_model_len = execute_dummy_batch = _nothing
     get_kv_connector_handshake_metadata = get_simple_cpu_offload_num_cpu_blocks = (
@@ -224,8 +227,8 @@ class PipelineWorker:
             torch.cuda.synchronize(self.device)
 
     def device_memory(self) -> dict[str, int]:
-        """Return the used and total memory of the device and torch's peak since startup, in bytes.
-        On a CPU the result is empty.
+        """Return the device's used and total memory and torch's peak memory since startup, in
+        bytes. On a CPU, the result is empty.
         """
         if self.device.type != "cuda":
             return {}
@@ -239,9 +242,9 @@ class PipelineWorker:
     def sleep(self, level: int = 1) -> dict[str, int]:
         """Free device memory.
 
-        Level 1 moves the weights to host memory (on a CPU it frees nothing). Level 2 discards the
+        Level 1 moves the weights to host memory (on a CPU, it frees nothing). Level 2 discards the
         weights until `wake_up` is called. After level 1, a request in progress continues. After
-        level 2, the request fails unless vLLM has already aborted it.
+        level 2, a request in progress fails unless vLLM has already aborted it.
         """
         if level == 2:
             self.runner.cancel_all(
@@ -265,14 +268,14 @@ class PipelineWorker:
             raise NotImplementedError("discarding weights: use sleep level 2")
 
     def reload_weights(self, weights_path: str | None = None, **kwargs: Any) -> None:
-        """Reload the weights from the current directory, or from another directory of the same
-        pipeline class.
+        """Reload the weights from the current directory, or from another directory that contains a
+        pipeline of the same class.
 
         Requests in progress fail.
 
         Args:
             weights_path: Pipeline directory, or None for the current directory.
-            **kwargs: Other arguments of vLLM. `weights_iterator` is not supported.
+            **kwargs: Other vLLM arguments. `weights_iterator` is not supported.
 
         Raises:
             ValueError: The arguments are not supported.
@@ -291,7 +294,8 @@ class PipelineWorker:
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter for vLLM's own `add_lora` call. Requests can then select the adapter by
-        its name in `options.lora`."""
+        its name in `options.lora`.
+        """
         host, source = self.runner.host, LoraSource(path=lora_request.lora_path)
         return host.adapters.add_adapter(
             host.pipeline, lora_request.lora_name, source, lora_request.lora_int_id
@@ -302,7 +306,9 @@ class PipelineWorker:
         return host.adapters.remove_number(host.pipeline, lora_id)
 
     def pin_lora(self, lora_id: int) -> bool:
-        """Return whether an adapter is loaded. Loaded adapters are never evicted."""
+        """Return whether an adapter is loaded. Nothing needs to be pinned, because loaded adapters
+        are never evicted.
+        """
         return lora_id in self.runner.host.adapters.ids
 
     def list_loras(self) -> set[int]:
@@ -311,14 +317,14 @@ class PipelineWorker:
     def load_lora(
         self, name: str, path: str, weight_name: str | None = None, scale: float = 1.0
     ) -> bool:
-        """Load an adapter. The method is meant for
+        """Load an adapter. Call this method through
         `collective_rpc("load_lora", args=(name, path))`.
 
         Args:
-            name: Name of the adapter.
-            path: File of the adapter, or a directory that contains it.
+            name: Adapter name.
+            path: Adapter file, or a directory that contains it.
             weight_name: Name of the adapter's file, if `path` is a directory.
-            scale: Default strength of the adapter.
+            scale: The adapter's default strength.
 
         Returns:
             False if the adapter is already loaded.
@@ -349,7 +355,7 @@ class PipelineWorker:
         max_iterations: int | None = None,
         profiler_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Start or stop vLLM's profiler on the thread on which the pipeline runs.
+        """Start or stop vLLM's profiler on the thread that runs the pipeline.
 
         Raises:
             RuntimeError: Profiling is not configured.
@@ -391,7 +397,7 @@ class PipelineWorker:
 
 
 def _device(vllm_config: VllmConfig) -> torch.device:
-    """Return the device on which this engine runs the pipeline.
+    """Return the device that this engine runs the pipeline on.
 
     As in vLLM's worker, the device is determined by the local data-parallel rank.
     """

@@ -33,11 +33,11 @@ class PipelineHost:
 
     Args:
         path: Pipeline directory.
-        options: Options of the deployment.
-        device: Device of the pipeline.
+        options: Deployment options.
+        device: The pipeline's device.
         dtype: Dtype of all components that are not listed in `options.component_dtypes`.
         random_weights: Whether to generate random weights on the device instead of loading weights.
-            Used for measurements with `--load-format dummy`.
+            `--load-format dummy` uses this for benchmarks.
 
     Raises:
         ValueError: The directory or an option is not supported.
@@ -162,10 +162,12 @@ class PipelineHost:
         """Load the pipeline again.
 
         Args:
-            path: Directory with a pipeline of the same class, or None for the current directory.
+            path: Directory that contains a pipeline of the same class, or None for the current
+                directory.
 
         Raises:
-            ValueError: The pipeline class differs, or the directory is not supported.
+            ValueError: The pipeline class differs from the current one, or the directory is not
+                supported.
         """
         if path is not None:
             other = PipelineIndex.read_folder(path).class_name
@@ -222,7 +224,7 @@ class PipelineHost:
             self._pipeline.maybe_free_model_hooks()
 
     def generators(self, seed: int, count: int) -> Any:
-        """Return the noise generators of a call with seeds `seed`, `seed + 1`, and so on.
+        """Return the noise generators for a call, with seeds `seed`, `seed + 1`, and so on.
 
         Returns:
             A list of generators, or a single generator if `count` is 1.
@@ -247,8 +249,8 @@ class PipelineHost:
                 then loads them from disk.
 
         Returns:
-            Number of bytes freed on the device, under the key `freed`. On a CPU, level 1 frees
-            nothing.
+            A dict whose `freed` entry is the number of bytes freed on the device. On a CPU, level 1
+            frees nothing.
 
         Raises:
             ValueError: The level is invalid.

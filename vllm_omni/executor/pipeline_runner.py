@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PipelineRunner`: runs scheduled requests, one denoise step of each per engine step.
+"""`PipelineRunner`: runs scheduled requests, with one denoise step per request in each engine step.
 
 The runner combines the request states (`RequestStates`), the pipeline (`PipelineHost`), and one
 worker thread (`WorkerThread`) for each request that may run concurrently. `omni.model.interleave`
 is the maximum number of concurrent requests (default: one); all other requests wait in the
 scheduler's order.
 
-In its first engine step, a request runs its encoding and its first denoise step. In each further
-engine step, it runs one more denoise step. In its last engine step, it runs its decode. The worker
+In its first engine step, a request runs its encoding and its first denoise step. In each subsequent
+engine step, it runs one more denoise step. In its last engine step, it runs the decode. The worker
 thread is paused between engine steps, so an abort takes effect before the next step.
 
 Invariants (tests/executor/):
-- The result of a request is bit-identical to calling the pipeline directly, regardless of other
+- A request's result is bit-identical to the result of a direct pipeline call, regardless of other
   requests.
-- A request that fails or is aborted does not affect other requests. A device error ends the engine.
+- A request that fails or is aborted does not affect other requests. A device error stops the
+  engine.
 - A finished, failed or aborted request leaves no memory allocated on the device.
 """
 
@@ -48,25 +49,25 @@ _PRIVATE = re.compile(r"0x[0-9a-fA-F]+|(^|\s|['\"(])/\w|tensor\(|\bat \w+:\d+")
 
 @dataclass(eq=False)
 class RunningCall:
-    """A request that is running."""
+    """A running request."""
 
     call: PipelineCall
     """The validated request, converted to a pipeline call."""
     lora: Selection
-    """LoRA adapters of the request."""
+    """The request's LoRA adapters."""
     thread: WorkerThread[Result]
-    """Worker thread on which the request runs."""
+    """Worker thread that runs the request."""
     step: int = 0
     """Number of denoise steps that the request has finished."""
     num_steps: int = 0
     """Total number of denoise steps: initially the requested number, and later the number that the
     pipeline reports."""
     step_ms: list[float] = field(default_factory=list)
-    """Durations of the engine steps in which the request has run, in milliseconds."""
+    """Durations in milliseconds of the engine steps in which the request has run."""
 
 
 class PipelineRunner:
-    """Runs the requests of one pipeline. All methods must be called from the same thread.
+    """Runs one pipeline's requests. All methods must be called from the same thread.
 
     Args:
         host: Loads and calls the pipeline.
@@ -126,8 +127,8 @@ class PipelineRunner:
         """Run a request until its current step ends.
 
         Returns:
-            The envelope of the result or of the error if the request has finished or failed,
-            otherwise None.
+            The result envelope or error envelope if the request has finished or failed, otherwise
+            None.
         """
         try:
             if state.failure is not None:
@@ -153,8 +154,7 @@ class PipelineRunner:
             return pack_error(failure.code, failure.message)
 
     def _admit(self, state: RequestState) -> bool:
-        """Validate a request and assign it to a worker thread. Returns False if no thread is
-        free."""
+        """Validate a request and assign it to a worker thread. Return False if none is free."""
         thread = next((thread for thread in self._threads if not thread.busy), None)
         if thread is None:
             return False
@@ -193,8 +193,8 @@ class PipelineRunner:
             meta["lora"] = dict(running.lora)
         first, *later = running.step_ms
         total_ms = round((time.perf_counter() - state.started_s) * 1e3, 3)
-        # The pipeline does not separate encoding from the first step. Without a step callback, the
-        # whole call is timed as `encode_and_first_step`.
+        # The pipeline does not separate encoding from the first step. If there is no step callback,
+        # the whole call is timed as `encode_and_first_step`.
         stages = {"encode_and_first_step": [first], "steps": later[:-1], "decode": later[-1:]}
         return pack({**meta, "timings_ms": {**stages, "total": [total_ms]}}, tensors)
 
@@ -249,7 +249,7 @@ class PipelineRunner:
         running = self._running.pop(request_id)
         try:
             running.thread.cancel()
-        except Exception:  # boundary: cleanup code of a pipeline may fail
+        except Exception:  # boundary: a pipeline's cleanup code may fail
             logger.exception("the pipeline failed while its call was cancelled")
 
     def cancel_all(self, failure: RequestFailed) -> None:
@@ -266,7 +266,7 @@ class PipelineRunner:
             thread.close()
 
     def request_progress(self) -> dict[str, list[int]]:
-        """Return `{session id: [steps done, steps in total]}` of all unfinished requests."""
+        """Return `{session id: [steps done, steps in total]}` for all unfinished requests."""
         progress = {}
         for state in self.requests.values():
             if (
@@ -283,13 +283,15 @@ class PipelineRunner:
 
     def on_worker_thread(self, function: Callable[[], None]) -> None:
         """Run a function on the first worker thread. Without interleaving, this is the only worker
-        thread."""
+        thread.
+        """
         self._threads[0].call(function)
 
 
 class _StepTimes:
-    """Keeps the host at most one step ahead of the device, so that aborts take effect within one
-    step."""
+    """Keeps the host at most one step ahead of the device, so aborts take effect within one
+    step.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -316,7 +318,7 @@ def _session_operation(state: RequestState) -> dict[str, Any]:
 def _as_failure(error: Exception, *, started: bool) -> RequestFailed:
     """Convert an exception to an error for the client.
 
-    Errors after which the device is unusable are re-raised and end the engine. A ValueError or
+    Errors after which the device is unusable are re-raised and stop the engine. A ValueError or
     TypeError before the first step means that the pipeline rejected its arguments. The client
     receives the text of such an exception if it is short and contains no path, address or tensor.
     """

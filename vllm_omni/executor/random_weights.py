@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creates the components of a pipeline directory with random weights that are generated on the
-target device.
+"""Creates a pipeline directory's components with random weights generated on the target device.
 
-Random weights are used with `--load-format dummy` to benchmark models at their real size without
+With `--load-format dummy`, random weights allow models to be benchmarked at their real size without
 their weight files. Only the configs in the directory are read. Generating 20 billion parameters on
-a GPU takes seconds, because nothing is initialised on the host. The random values depend only on
-the name of the component.
+a GPU takes seconds, because nothing is initialised on the host. The seed depends only on the
+component's name.
 """
 
 import importlib
@@ -30,7 +29,7 @@ def random_components(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, nn.Module]:
-    """Return the model components of a pipeline with random weights.
+    """Return a pipeline's model components, initialised with random weights.
 
     Args:
         path: Pipeline directory.
@@ -38,10 +37,10 @@ def random_components(
         without: Names of components to omit.
         dtypes: Dtypes of individual components, by name.
         dtype: Dtype of all other components.
-        device: Device on which the weights are generated.
+        device: Device on which to generate the weights.
 
     Raises:
-        ValueError: The library of a component is not supported.
+        ValueError: A component's library is not supported.
     """
     return {
         name: _random(path / name, library, class_name, dtypes.get(name, dtype), device)

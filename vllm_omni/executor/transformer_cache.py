@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step caching with diffusers' first-block cache, for one call of a pipeline.
+"""Step caching with diffusers' first-block cache, for one pipeline call.
 
-Every forward pass computes the first block. If the result of the first block has changed little
-since the last full forward pass (diffusers' `FirstBlockCacheConfig`), the contribution of the other
-blocks in that pass is reused. A cached forward pass is therefore not free: it costs as much as the
-first block.
+Every forward pass computes the first block. If the first block's result has changed little since
+the last full forward pass (diffusers' `FirstBlockCacheConfig`), the other blocks' contribution in
+that pass is reused. A cached forward pass is therefore not free: it costs as much as the first
+block.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,12 +24,12 @@ def cached_steps(pipeline: Any, threshold: float | None) -> Iterator[Callable[[]
 
     Args:
         pipeline: The pipeline whose transformers use the cache.
-        threshold: Relative change of the first block below which the cache is used; None disables
-            the cache.
+        threshold: Relative change in the first block's result below which the cache is used. None:
+            the cache is disabled.
 
     Yields:
         A function that returns metadata for the result: the threshold, and the fraction of forward
-            passes that were computed in full.
+            passes computed in full.
 
     Raises:
         RequestFailed: diffusers does not support the cache for this pipeline (code

@@ -3,9 +3,9 @@
 
 A pipeline's `__call__` cannot be suspended, so it runs on a separate thread. The pipeline's step
 callback pauses the thread, and the engine resumes it once per engine step. Exactly one of the two
-threads runs at any time, so no locks are needed. The thread is reused for all requests, because a
-new thread per request would also create a new OpenMP thread pool per request. This module does not
-depend on pipelines.
+threads runs at any time, so no locks are needed. The thread is reused for all requests, because
+each new thread would also create a new OpenMP thread pool. This module contains no
+pipeline-specific code.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ class WorkCancelled(BaseException):
 
 
 class WorkerThread(Generic[T]):
-    """A thread that runs its work step by step. The owner must call all methods from a single
+    """A thread that runs its work step by step. The owner must call all methods from the same
     thread.
 
     Args:
-        name: Name of the thread.
+        name: Thread name.
         on_thread_start: Function that the new thread calls before any work, for example to select a
             device.
     """
@@ -48,20 +48,20 @@ class WorkerThread(Generic[T]):
 
     @property
     def busy(self) -> bool:
-        """Whether work has been started and has not finished."""
+        """Whether work has been started but has not finished."""
         return self._work is not None
 
     def start_work(self, work: Callable[[PausePoint], T]) -> None:
         """Assign work to the thread. The work does not run until `advance` is called.
 
         Args:
-            work: Function to run, called with one argument: a function that pauses the thread.
+            work: Function to run. Its only argument is a function that pauses the thread.
         """
         assert self._work is None, "the worker thread is busy"
         self._work = work
 
     def advance(self) -> tuple[bool, T | None]:
-        """Run the work until it pauses or ends. Re-raises any exception that the work has raised.
+        """Run the work until it pauses or ends. Re-raise any exception that the work raises.
 
         Returns:
             Whether the work has finished, and its result if it has.
@@ -78,28 +78,29 @@ class WorkerThread(Generic[T]):
         try:
             raise error
         finally:
-            # The traceback of the error references this frame and, through the frames of the work,
-            # device memory.
+            # The error's traceback references this frame and, through the work's frames, device
+            # memory.
             del error
 
     def cancel(self) -> None:
         """Cancel the paused work and wait until its stack has been unwound.
 
-        Does nothing if there is no work.
+        If there is no work, this method does nothing.
         """
         if self._work is None:
             return
         self._cancelling = True
         try:
             with contextlib.suppress(WorkCancelled):
-                # The work may pause again while it unwinds, so cancel it until it ends.
+                # The work may pause again while its stack unwinds, so keep cancelling until the
+                # work ends.
                 while self._work is not None:
                     self.advance()
         finally:
             self._cancelling = False
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run a function on the idle or paused thread. Re-raises any exception that the function
+        """Run a function on the idle or paused thread. Re-raise any exception that the function
         raises.
         """
         self._errand = function

@@ -16,7 +16,8 @@ import torch
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a CPU tensor to `device`.
 
-    On CUDA, the copy is enqueued after the kernels launched so far, through page-locked memory.
+    On CUDA, the copy goes through page-locked memory and is enqueued after the kernels launched so
+    far.
     """
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
@@ -41,9 +42,7 @@ class PendingScalar:
 
     @property
     def known(self) -> bool:
-        """Whether the device has computed the value, which means that `wait` returns
-        immediately.
-        """
+        """Whether the device has computed the value. If so, `wait` returns immediately."""
         return self._arrived is None or bool(self._arrived.query())
 
     def wait(self) -> int:
@@ -54,9 +53,7 @@ class PendingScalar:
 
 
 class StageTimer:
-    """Measures the durations of the stages of a chunk. Each denoise step, for example, is a
-    stage.
-    """
+    """Measures the durations of a chunk's stages. For example, each denoise step is a stage."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -65,7 +62,7 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Context manager that times the work launched in it. An outer stage includes its inner
+        """Context manager that times the work launched within it. An outer stage includes its inner
         stages.
         """
         if self._cuda:
@@ -80,9 +77,10 @@ class StageTimer:
             self._host_ms.append((name, (time.perf_counter() - before) * 1e3))
 
     def milliseconds(self) -> dict[str, list[float]]:
-        """Return the durations of all stages so far in milliseconds, by stage name and in order.
+        """Return the durations in milliseconds of all stages so far, grouped by stage name, in
+        order.
 
-        On CUDA, this waits until all stages have finished, regardless of their CUDA stream.
+        On CUDA, this call waits until all stages have finished, regardless of their CUDA stream.
         """
         for _, _, end in self._events:
             end.synchronize()
@@ -101,7 +99,7 @@ class StageTimer:
         return stages
 
     def add_times(self, stages: Mapping[str, Sequence[float]]) -> None:
-        """Add the stage durations of another rank, in milliseconds."""
+        """Add another rank's stage durations, in milliseconds."""
         self._host_ms = [
             (name, value) for name, values in stages.items() for value in values
         ] + self._host_ms

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dtypes of model parameters and of sessions' K/V caches.
+"""Dtypes of model parameters and sessions' K/V caches.
 
-This module does not import vLLM, because `vllm-omni verify` works without vLLM.
+This module does not import vLLM, because `vllm-omni verify` must work without vLLM.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def kv_cache_dtype(name: str) -> torch.dtype | None:
     """Return the dtype for `--kv-cache-dtype`. None means the model's dtype.
 
     Raises:
-        ValueError: This package does not support the value of `--kv-cache-dtype`.
+        ValueError: This package does not support this `--kv-cache-dtype` value.
     """
     if name not in _KV_CACHE_DTYPES:
         raise ValueError(f"--kv-cache-dtype {name}: allowed: {', '.join(KV_CACHE_DTYPES)}")
@@ -28,7 +28,7 @@ def kv_cache_dtype(name: str) -> torch.dtype | None:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Context manager in which torch creates parameters in `dtype`."""
+    """Context manager within which torch creates parameters in `dtype`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

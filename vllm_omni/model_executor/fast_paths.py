@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists the fast paths that a machine supports and those that an engine uses.
+"""Reports which fast paths a machine supports and which ones an engine uses.
 
-`FastPath` describes one fast path. Other modules decide whether a fast path is used, and the
-functions below only collect these decisions. The one exception is that `engine_paths` lists FP8
-attention and the quantization kernels as disabled if the options of the engine do not need them.
+`FastPath` describes one fast path. Other modules decide whether a fast path is used; the functions
+below only collect these decisions. There is one exception: if the engine's options do not require
+FP8 attention or the quantization kernels, `engine_paths` lists them as disabled.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,18 +41,20 @@ _OF_MACHINE: Final[Sequence[Callable[[torch.device, torch.dtype], FastPath]]] = 
 
 
 def machine_paths() -> list[FastPath]:
-    """Return the fast paths that a model in bfloat16 can use on this machine."""
+    """Return all fast paths that depend on the machine. A path is on if a model in bfloat16 can use
+    it here.
+    """
     return [path(this_device(), torch.bfloat16) for path in _OF_MACHINE]
 
 
 def engine_paths(
     network: nn.Module, vllm_config: VllmConfig, device: torch.device
 ) -> list[FastPath]:
-    """Return the fast paths of one rank of an engine, including disabled ones.
+    """Return the fast paths for one of an engine's ranks, including disabled ones.
 
     Args:
         network: Model after its weights are loaded.
-        vllm_config: vLLM's config of the engine.
+        vllm_config: vLLM's config for the engine.
         device: Device that the rank runs on.
     """
     dtype = vllm_config.model_config.dtype

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract between the diffusion runner and a model, and the objects that they exchange.
+"""The contract between the diffusion runner and a model, and the types that they exchange.
 
 The runner (`worker/diffusion/`) calls the model's methods in order and does not depend on latents,
 cameras or caches. A model does not depend on the scheduler, on sockets or on other requests'
@@ -37,34 +37,34 @@ from vllm_omni.tensors.saved import SavedTensors
 Inputs = tuple[DiffusionParams, dict[str, torch.Tensor]]
 
 SHORT_WINDOW = "short_window"
-"""Name of the degradation of a session whose K/V window could not grow to its full length
-(`omni.kv_growth`).
+"""Name of the degradation that applies to a session whose K/V window could not grow to its full
+length (`omni.kv_growth`).
 """
 
 
 class SessionState(ABC):
-    """State of a session on one rank between two chunks. The runner's session store owns it."""
+    """A session's state on one rank between two chunks. The runner's session store owns it."""
 
     def __init__(self, session_id: str) -> None:
         self.session_id = session_id
         self.chunk_index = 0
         """Number of committed chunks, which is also the index of the next chunk."""
         self.failure: RequestFailed | None = None
-        """Error with which all further chunks fail. The field is set if a chunk was committed on
-        other ranks but its decode failed on this rank. None: the session has not failed.
+        """Error that all later chunks fail with. The field is set if a chunk was committed on other
+        ranks but its decode failed on this rank. None: the session has not failed.
         """
         self.adapters: Selection = ()
         """LoRA adapters of the last committed chunk. The next chunk uses the same adapters, unless
         its request specifies others.
         """
         self.degradations: tuple[str, ...] = ()
-        """Degradations that apply to all further chunks."""
+        """Degradations that apply to all later chunks."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of device and host memory that the session occupies. Only `grow` changes this
-        value, because all other buffers are allocated at full size.
+        """Number of bytes of device and host memory that the session occupies. Only `grow` changes
+        this value, because all other buffers are allocated at full size.
         """
 
     @property
@@ -91,25 +91,25 @@ class SessionState(ABC):
         return 0
 
     def limit_window(self, frames: int) -> None:  # noqa: B027
-        """Limit the K/V window to `frames` frames and set `degradations`, unless the next chunk
-        already fits into `frames` frames.
+        """If the next chunk does not already fit in `frames` frames, limit the K/V window to
+        `frames` frames and set `degradations`.
         """
 
     @abstractmethod
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return every tensor that can affect a later chunk, by a stable name.
+        """Return every tensor that can affect a later chunk, by stable name.
 
-        The tensors are used for digests and snapshots. Slots of a ring buffer are omitted if no
-        later chunk attends to their K/V.
+        The tensors are used for digests and snapshots. If no later chunk attends to a ring buffer
+        slot's K/V, the slot is omitted.
         """
 
     @abstractmethod
     def scalars(self) -> dict[str, Any]:
-        """Return every other value that can affect a later chunk, as JSON types."""
+        """Return every non-tensor value that can affect a later chunk, as JSON types."""
 
     @abstractmethod
     def fork(self, session_id: str) -> "SessionState":
-        """Return an independent copy under a new id."""
+        """Return an independent copy of the session under a new id."""
 
     @abstractmethod
     def to(self, device: torch.device | str) -> None:
@@ -118,10 +118,11 @@ class SessionState(ABC):
         """
 
     def start_params(self) -> DiffusionParams:
-        """Return parameters with which `new_session` creates a session of the same size.
+        """Return parameters from which `new_session` creates a session of the same size as this
+        one.
 
         Raises:
-            RequestFailed: `unsupported`: sessions of this model end with their request.
+            RequestFailed: `unsupported` if this model's sessions end with their requests.
         """
         raise RequestFailed(
             "unsupported", "sessions of this model end with their request and cannot be saved"
@@ -137,7 +138,7 @@ class SessionState(ABC):
             saved: Tensors that `tensors` returned, read from an untrusted file.
 
         Raises:
-            RequestFailed: `invalid_snapshot`: a value or a tensor does not match.
+            RequestFailed: `invalid_snapshot` if a value or a tensor does not match this session.
         """
         raise RequestFailed(
             "unsupported",
@@ -145,7 +146,7 @@ class SessionState(ABC):
         )
 
     def close(self) -> None:  # noqa: B027 - most sessions hold only tensors
-        """Free all memory of the session. Idempotent. The store does not use a session after
+        """Free all of the session's memory. Idempotent. The store does not use a session after
         closing it.
         """
 
@@ -153,51 +154,51 @@ class SessionState(ABC):
 Session = TypeVar("Session", bound=SessionState)
 Work = TypeVar("Work")
 Result = tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]
-"""Result of a request: `(meta, tensors)`."""
+"""A request's result: `(meta, tensors)`."""
 
 
 @dataclass(eq=False)
 class DiffusionRequest(Generic[Session, Work]):
     """One chunk in flight on one rank.
 
-    `Session` and `Work` are the model's types for a session and for the working set of a chunk.
+    `Session` and `Work` are the model's types for a session and for a chunk's working set.
     """
 
     request_id: str
     """Id of the engine request that generates the chunk."""
     params: DiffusionParams
-    """Parameters of the request."""
+    """Request parameters."""
     tensors: Mapping[str, torch.Tensor]
-    """Input tensors of the request, by name."""
+    """The request's input tensors, by name."""
     session: Session
-    """Session of the chunk, in its state after the last commit."""
+    """Session that the chunk belongs to, in its state after the last commit."""
     num_steps: int = 0
     """Number of forward passes, set by `prepare_encode`. 0: the request has not been prepared."""
     clean_passes: int = 0
-    """Number of final passes that leave the latents unchanged, set by `prepare_encode`."""
+    """Number of final forward passes that leave the latents unchanged, set by `prepare_encode`."""
     step: int = 0
     """Index of the next forward pass. Only the runner changes it, according to the rank's role."""
     state: Work | None = None
-    """Working set of the chunk: latents, noise and conditioning. The model owns it."""
+    """The chunk's working set: latents, noise and conditioning. The model owns it."""
     predecessor: "DiffusionRequest[Session, Work] | None" = None
-    """The previous chunk of the session if it is in flight (`SupportsChunksInFlight`). A
+    """The session's previous chunk if that chunk is in flight (`SupportsChunksInFlight`). A
     predecessor has always been prepared and started. None: the chunk continues from the committed
     session. Only `prepare_encode` reads this field, and the field is None after `prepare_encode`.
     """
     degradations: tuple[str, ...] = ()
-    """Degradations of this chunk, which the scheduler requests before `prepare_encode`.
+    """This chunk's degradations, which the scheduler requests before `prepare_encode`.
     `post_decode` removes the degradations that were not applied, and the result's metadata lists
     the remaining ones.
     """
     adapters: Selection = ()
-    """LoRA adapters of all forward passes of this chunk."""
+    """LoRA adapters for all of this chunk's forward passes."""
     same_adapters: bool = True
-    """Whether the previous chunk used the same adapters. If False, cached results that depend on
-    the weights are invalid.
+    """Whether the previous chunk used the same adapters as this chunk. If False, cached results
+    that depend on the weights are invalid.
     """
     timer: StageTimer = field(default_factory=lambda: StageTimer(torch.device("cpu")))
-    """Timer for the stages of runner and model (`encode`, `step`, `decode`, ...). The result's
-    metadata contains the measured times.
+    """Timer for the stages of the runner and the model (`encode`, `step`, `decode`, ...). The
+    result's metadata contains the measured times.
     """
 
     @property
@@ -207,7 +208,7 @@ class DiffusionRequest(Generic[Session, Work]):
         return self.state
 
     def end_with_this_step(self) -> None:
-        """Make the current step the last step of the chunk. A model may call this in
+        """Make the current step the chunk's last step. A model may call this method in
         `step_scheduler`.
         """
         self.num_steps = self.step + 1
@@ -221,16 +222,17 @@ class SupportsStepExecution(Protocol[Session, Work]):
     """
 
     supports_step_execution: ClassVar[bool]
-    """Marker by which the runner recognises the class. Always True."""
+    """Marker that the runner uses to recognise the class. Always True."""
 
     def session_nbytes(self, params: DiffusionParams) -> int:
         """Return the size in bytes of a session from `new_session(params)` on this rank.
 
-        The runner calls this before it admits a session, so it must not allocate memory.
+        The runner calls this method before it admits a session, so the method must not allocate
+        memory.
         """
 
     def new_session(self, params: DiffusionParams) -> Session:
-        """Create the state of a session from the parameters of its first chunk.
+        """Create a session's state from the parameters of its first chunk.
 
         Raises:
             RequestFailed: The size, the prompt or an option is invalid.
@@ -254,7 +256,7 @@ class SupportsStepExecution(Protocol[Session, Work]):
     def denoise_step(
         self, batch: Sequence[DiffusionRequest[Session, Work]], hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run one forward pass of the transformer. The requests of a batch may be at different
+        """Run one forward pass of the transformer. The requests in a batch may be at different
         steps.
 
         Args:
@@ -262,7 +264,7 @@ class SupportsStepExecution(Protocol[Session, Work]):
             hidden: Hidden states from the previous pipeline stage. None: this is the first stage.
 
         Returns:
-            One entry per request: hidden states, or on the last stage the prediction.
+            One entry per request: hidden states or, on the last stage, the prediction.
         """
 
     def step_scheduler(
@@ -279,14 +281,14 @@ class SupportsStepExecution(Protocol[Session, Work]):
         """
 
     def set_latents(self, request: DiffusionRequest[Session, Work], latents: torch.Tensor) -> None:
-        """Set the latents for the next step. Called on all stages except the last, with the latents
-        of the last stage.
+        """Set the latents for the next step. Called on all stages except the last, with the last
+        stage's latents.
         """
 
     def post_decode(
         self, request: DiffusionRequest[Session, Work]
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return `(meta, tensors)` of the result, for example `{"frames": uint8 [T, H, W, 3]}`.
+        """Return the result's `(meta, tensors)`, for example `{"frames": uint8 [T, H, W, 3]}`.
 
         Called on the last stage when the latents are final. If several ranks share the layers of
         this stage, `post_decode` is called only on the first of these ranks, unless they decode
@@ -309,15 +311,15 @@ class SupportsStepExecution(Protocol[Session, Work]):
 
 @runtime_checkable
 class HasFastPaths(Protocol):
-    """A component of a model that chooses between implementations when it is built."""
+    """A model component that chooses between implementations when it is built."""
 
     fast_paths: Sequence[FastPath]
-    """Implementations that the component has chosen on this rank."""
+    """The component's fast paths on this rank, each of which is on or off."""
 
 
 @runtime_checkable
 class PoolsMemory(Protocol):
-    """A model that pools the memory of closed sessions for use by new sessions."""
+    """A model that pools closed sessions' memory for use by new sessions."""
 
     def trim_pool(self, nbytes: int) -> None:
         """Free pooled memory until at most `nbytes` bytes remain pooled."""
@@ -328,16 +330,16 @@ class SupportsSessionWindows(Protocol):
     """A model whose sessions may choose their own window (`DiffusionParams.window_frames`)."""
 
     session_windows: ClassVar[bool]
-    """Marker by which the runner recognises the class. Always True."""
+    """Marker that the runner uses to recognise the class. Always True."""
 
 
 @runtime_checkable
 class SupportsTrajectory(Protocol[Session, Work]):
-    """A model that can return the denoise steps of a chunk (`DiffusionParams.trajectory`)."""
+    """A model that can return a chunk's denoise steps (`DiffusionParams.trajectory`)."""
 
     def record_trajectory(self, request: DiffusionRequest[Session, Work]) -> None:
-        """Include the denoise steps in the result of a chunk. The runner calls this after
-        `prepare_encode`.
+        """Record a chunk's denoise steps, so that its result includes them. The runner calls this
+        method after `prepare_encode`.
 
         Raises:
             RequestFailed: The chunk's sampler draws no noise, or the denoise steps run on other
@@ -347,19 +349,19 @@ class SupportsTrajectory(Protocol[Session, Work]):
 
 @runtime_checkable
 class SupportsBatchedDecode(Protocol[Session, Work]):
-    """A model that can decode chunks of several sessions in one call, if `omni.batch_invariant` is
-    off.
+    """A model that can decode several sessions' chunks in a single call if `omni.batch_invariant`
+    is off.
     """
 
     def most_decoded_together(self, request: DiffusionRequest[Session, Work]) -> int:
-        """Return the maximum number of requests with the `batch_key` of `request` that may share a
+        """Return the maximum number of requests with `request`'s `batch_key` that may share a
         decode. The value 1 disables sharing.
         """
 
     def post_decode_together(
         self, batch: Sequence[DiffusionRequest[Session, Work]]
     ) -> list[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
-        """Return what `post_decode` would return for each request, within float tolerance.
+        """Return what `post_decode` would return for each request, within floating-point tolerance.
 
         If this method raises an exception, the runner decodes each request separately.
         """
@@ -367,7 +369,7 @@ class SupportsBatchedDecode(Protocol[Session, Work]):
 
 @runtime_checkable
 class SupportsSharedText(Protocol[Session, Work]):
-    """A model whose text encoder runs on a single rank of the engine
+    """A model whose text encoder runs on only one rank of the engine
     (`ParallelContext.encodes`).
     """
 
@@ -375,7 +377,7 @@ class SupportsSharedText(Protocol[Session, Work]):
         """Return the text embeddings of the prompts that `prepare_encode` has processed.
 
         All ranks return the same number of tensors, with the same shapes and in the same order. On
-        ranks without the text encoder the tensors are uninitialised, and the runner fills them
+        ranks without the text encoder, the tensors are uninitialised, and the runner fills them
         before the chunk's first step.
         """
 
@@ -416,16 +418,17 @@ class VAEStageModel(
 
 @runtime_checkable
 class SupportsParallelDecode(Protocol):
-    """A model whose decode can be split over the ranks that share layers
-    (`omni.vae_parallel`)."""
+    """A model whose decode can be split across the ranks that share layers
+    (`omni.vae_parallel`).
+    """
 
     @property
     def shares_decode(self) -> bool:
-        """Return whether the decode is split over the ranks that share layers.
+        """Return whether the decode is split across the ranks that share layers.
 
         If the decode is split, `post_decode` is a collective: all ranks that share layers call it
-        for the same chunks in the same order. Only the result of the first rank is used, and other
-        ranks may omit the tensors.
+        for the same chunks in the same order. Only the first rank's result is used, so other ranks
+        may omit the tensors.
         """
 
 
@@ -435,15 +438,15 @@ class SupportsLayerMoves(Protocol):
 
     @property
     def num_layers(self) -> int:
-        """Number of layers of the whole network."""
+        """Number of layers in the whole network."""
 
     @property
     def partition(self) -> tuple[int, ...]:
         """Current number of layers on each pipeline stage."""
 
     def move_layers(self, move: LayerMove) -> None:
-        """Move the weights of layers between stages with the collectives of `move`. Never called on
-        a VAE stage.
+        """Move layer weights between stages with `move`'s collectives. Never called on a VAE
+        stage.
         """
 
 
@@ -461,19 +464,19 @@ class SupportsChunksInFlight(Protocol):
 
     `prepare_encode` starts from `request.predecessor` if it is set, otherwise from the session. A
     chunk runs a step only if its predecessor is complete or is at least `lag_steps` steps ahead.
-    Chunks are decoded and committed in order. If a chunk is dropped, all later ones are dropped
-    too, and the session continues from its committed state. The second chunk of a session starts
-    only after the first chunk is committed.
+    Chunks are decoded and committed in order. If a chunk is dropped, all later chunks are dropped
+    too, and the session continues from its committed state. A session's second chunk starts only
+    after its first chunk is committed.
 
     In a temporal pipeline, the runner calls `denoise_step` and `step_scheduler` on each stage only
-    for the step that the stage runs. On every stage except the last, `commit` finds the input
-    latents of the last step in the request.
+    for the step that the stage runs. On every stage except the last, the request holds the last
+    step's input latents when `commit` is called.
     """
 
     @property
     def lag_steps(self) -> int:
         """Minimum number of steps by which a chunk trails its predecessor.
 
-        The value is at least 1 and greater than `clean_passes`, so that latents become final in the
-        order of the chunks.
+        The value is at least 1 and greater than `clean_passes`, so latents become final in chunk
+        order.
         """

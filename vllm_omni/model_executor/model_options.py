@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ModelOptions`: options under `omni.model` that all models of this package share.
+"""`ModelOptions`: the options under `omni.model` that all models in this package share.
 
 Each model adds its own options in a subclass, in its `config.py`.
 """
@@ -11,7 +11,7 @@ import torch
 
 
 class ModelOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Serving options that every model of this package has."""
+    """Serving options that all models in this package support."""
 
     vae_dtype: Literal["fp32", "bf16"] | None = None
     """Dtype of the VAE. Default: the dtype of the transformer."""
@@ -19,7 +19,7 @@ class ModelOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Use the tensor-parallel ranks for Ulysses sequence parallelism."""
     compile: bool | None = None
     """Compile pointwise ops and streaming decoders with torch.compile: the largest size at startup,
-    and other sizes when they are first used. On CUDA, the pointwise ops of Wan transformers and the
+    and other sizes on first use. On CUDA, the pointwise ops of the Wan transformers and the
     half-precision decoder of the Wan VAE run in this package's own kernels and are not compiled.
     Default: true on CUDA, unless the engine runs with --enforce-eager.
     """

@@ -11,11 +11,11 @@ from vllm_omni.model_executor.interfaces import SessionState
 
 
 class OneShotSession(SessionState):
-    """A session without any state to keep between chunks.
+    """A session that keeps no state between chunks.
 
     Args:
         session_id: Id of the session to create.
-        nbytes: Maximum size of the request's working set, for admission by bytes.
+        nbytes: Maximum size of the request's working set in bytes, for admission by size.
     """
 
     def __init__(self, session_id: str, nbytes: int) -> None:

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Presets of a streaming model: named defaults of its options and of vLLM's precision arguments.
+"""Presets of a streaming model: named sets of defaults for its options and for vLLM's precision
+arguments.
 
 Each family defines its presets once, as `PRESETS` in its `config.py`. `StreamingOptions` applies
 the options of a preset wherever `omni.model` is parsed. The config hook (`registration.py`) applies
-the precision of a preset, because vLLM's arguments are known only there. The value of an option is
-the first one that exists in this order:
+the precision of a preset, because vLLM's arguments are known only there. The value of an option
+comes from the first of these sources that sets it:
 
-1.  the value set by the user;
-2.  the value in the world description, which states how this checkpoint was trained;
-3.  the value of the preset, which is the same for all checkpoints of a family;
-4.  the value of the release or the checkpoint, and after that the family's default.
+1.  the user;
+2.  the world description, which states how this checkpoint was trained;
+3.  the preset, which is the same for all checkpoints of a family;
+4.  the release or the checkpoint;
+5.  the family's default.
 """
 
 from collections.abc import Mapping
@@ -19,33 +21,35 @@ from typing import Any, Final, Literal
 PresetName = Literal["reference", "balanced", "realtime", "small"]
 DEFAULT_PRESET: Final[PresetName] = "reference"
 DEGRADED_PRESET: Final[PresetName] = "realtime"
-"""Preset that defines the values used for a chunk that would be late (`omni.degradations`)."""
+"""Preset whose values are used for chunks that would otherwise be late (`omni.degradations`)."""
 
 FP8_CHANNELS: Final = 4096
 """Width of the narrowest network that is faster with FP8 weights. FP8 matrix products give no
-speedup with 1536 and 2048 channels (docs/architecture/speed_log.md).
+speedup at 1536 and 2048 channels (docs/architecture/speed_log.md).
 """
 
 _ALSO_SETS: Final = {"denoise_indices": "max_steps", "denoising_steps": "max_steps"}
-"""Option set by the user -> option of a preset that it replaces, because both select the denoise
-steps.
+"""Maps an option set by the user to the preset option that it replaces. Both options select the
+denoise steps.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """Defaults that one preset sets. All other options are as in the `reference` preset."""
+    """Defaults that one preset sets. All other options have the same values as in the `reference`
+    preset.
+    """
 
     model: Mapping[str, Any] = field(default_factory=dict)
     """Defaults for options under `omni.model`."""
     quantization: Literal["fp8"] | None = None
-    """Default of `--quantization`. None: weights remain in `--dtype`."""
+    """Default of `--quantization`, or None to keep the weights in `--dtype`."""
     quantized_channels: int = 0
-    """Width of the narrowest network whose weights are quantized. Default: 0, which quantizes all
-    networks.
+    """Width of the narrowest network whose weights are quantized. Default: 0 (all networks are
+    quantized).
     """
     kv_cache_dtype: Literal["fp8"] | None = None
-    """Default of `--kv-cache-dtype`. None: vLLM's default."""
+    """Default of `--kv-cache-dtype`, or None for vLLM's default."""
 
     def defaults(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the defaults for options under `omni.model` that `options` does not set or
@@ -67,11 +71,11 @@ class ServedPreset:
     model: Mapping[str, Any]
     """Options under `omni.model` whose values come from the preset."""
     replaced: tuple[str, ...]
-    """Options of the preset for which the user or the world description has set another value."""
+    """Preset options that the user or the world description has set to another value."""
     quantization: Literal["fp8"] | None
-    """Default of `--quantization`. None: weights remain in `--dtype`."""
+    """Default of `--quantization`, or None to keep the weights in `--dtype`."""
     kv_cache_dtype: Literal["fp8"] | None
-    """Default of `--kv-cache-dtype`. None: vLLM's default."""
+    """Default of `--kv-cache-dtype`, or None for vLLM's default."""
     needs_fp8_device: bool
     """Whether a device without FP8 units is refused. False if the user has set `omni.model.fp8`."""
 
@@ -84,7 +88,7 @@ class ServedPreset:
         return ", ".join(parts) or "the release's own settings"
 
     def next_to(self, *, weights: bool, keys_and_values: bool) -> "ServedPreset":
-        """Return the preset without those precision settings that the user or the checkpoint
+        """Return the preset without the precision settings that the user or the checkpoint
         determines.
 
         Args:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RequestStates`: the requests of one rank, from the time they are first scheduled until they
+"""`RequestStates`: the requests on one rank, from the time they are first scheduled until they
 finish.
 
-If a request cannot be parsed, the error is stored in `RequestState.failure` instead of being
-raised, so that other requests are not affected. The diffusion worker and the diffusers executor
-both use this module.
+If a request cannot be parsed, the error is stored in `RequestState.failure` rather than raised, so
+that other requests are not affected. The diffusion worker and the diffusers executor both use this
+module.
 """
 
 import logging
@@ -31,21 +31,21 @@ class RequestState:
     """State of one scheduled request."""
 
     request_id: str
-    """vLLM's id of the request."""
+    """vLLM's id for the request."""
     params: DiffusionParams | None
-    """Parameters of the request. None: the request could not be parsed."""
+    """Parameters of the request, or None if the request could not be parsed."""
     tensors: dict[str, torch.Tensor]
-    """Input tensors of the request, by name."""
+    """Input tensors of the request, keyed by name."""
     chunk: DiffusionRequest | None = None
-    """Chunk that the request generates. None: the request has not been admitted."""
+    """Chunk that the request generates, or None if the request has not been admitted."""
     lora_request: LoRARequest | None = None
-    """LoRA adapter that was selected with vLLM's own `lora_request` argument."""
+    """LoRA adapter selected with vLLM's own `lora_request` argument."""
     index: int = 0
     """Index of the chunk in its session."""
     opened_session: bool = False
     """Whether the request has created its session."""
     failure: RequestFailed | None = None
-    """Error that the request returns as its next and last output."""
+    """Error to return as the request's next and last output."""
     finite: FiniteCheck | None = None
     """Check of the final latents for NaN and Inf, launched before the chunk ends."""
     pending: PendingResult | None = None
@@ -55,17 +55,19 @@ class RequestState:
     decode_failure: RequestFailed | None = None
     """Error that the decode raised. A chunk with such an error fails after its last step."""
     deferred: torch.Tensor | None = None
-    """Finished envelope that did not fit into the message of one engine step and is sent in the
-    message of the next step.
+    """Finished envelope that did not fit into its engine step's message and is sent with the next
+    step instead.
     """
     degradations: tuple[str, ...] = ()
     """Degradations that the scheduler has chosen for the chunk."""
     started_s: float = field(default_factory=time.perf_counter)
-    """Time at which the request was first scheduled, in seconds of `time.perf_counter`."""
+    """Time when the request was first scheduled, in seconds, from `time.perf_counter`."""
 
     @property
     def is_session_operation(self) -> bool:
-        """Return whether the request is `reset`, `close` or `fork` and computes no chunk."""
+        """Return whether the request is a `reset`, `close` or `fork` operation, which computes no
+        chunk.
+        """
         return self.params is not None and self.params.op != "generate"
 
     @property
@@ -74,7 +76,7 @@ class RequestState:
 
 
 class RequestStates(dict[str, RequestState]):
-    """States of all requests by request id, oldest request first."""
+    """States of all requests, keyed by request id, oldest request first."""
 
     def add_request(self, data: NewRequestData) -> RequestState:
         """Parse a newly scheduled request. The error for a malformed request is stored in
@@ -106,7 +108,7 @@ class RequestStates(dict[str, RequestState]):
         return state
 
     def progress(self) -> dict[str, list[int]]:
-        """Return `{session id: [steps done, steps in total]}` of the chunks in flight.
+        """Return `{session id: [steps done, steps in total]}` for the chunks in flight.
 
         The keys are session ids instead of request ids, because vLLM renames requests.
         """
@@ -121,7 +123,7 @@ class RequestStates(dict[str, RequestState]):
         return found
 
     def done_in(self, session_id: str) -> list[str]:
-        """Return vLLM's ids of a session's requests that have completed their last step."""
+        """Return vLLM's ids for a session's requests that have completed their last step."""
         return [
             state.request_id
             for state in self.values()
@@ -147,7 +149,7 @@ def as_failure(error: Exception, request_id: str) -> RequestFailed:
 
     Args:
         error: Exception to convert.
-        request_id: vLLM's id of the request, which contains the client's id.
+        request_id: vLLM's id for the request, which contains the client's id.
     """
     if isinstance(error, RequestFailed):
         return error
@@ -164,10 +166,11 @@ def as_failure(error: Exception, request_id: str) -> RequestFailed:
 def group_states(
     model: SupportsStepExecution, states: Sequence[RequestState], limit: int
 ) -> list[list[RequestState]]:
-    """Split requests, in order, into batches with equal `batch_key` and equal adapters.
+    """Split requests, in order, into batches. All requests in a batch have the same `batch_key` and
+    the same adapters.
 
     The requests of a batch share a forward pass, even if they are at different denoise steps. The
-    scheduler's order is preserved, so that every rank builds the same batches.
+    scheduler's order is preserved, so every rank builds the same batches.
 
     Args:
         model: Model that defines `batch_key`.

@@ -2,8 +2,8 @@
 """Results that the device may still be computing: the frames of a chunk, and whether its latents
 are finite.
 
-Reading the frames or the result of the check waits for the device. On devices other than CUDA, all
-work is already complete when a call returns.
+Reading the frames or the result of the check waits for the device. On devices other than CUDA GPUs,
+all work is already complete when a call returns.
 """
 
 import time
@@ -27,9 +27,9 @@ class PendingResult:
     Args:
         request: Chunk that the result belongs to.
         meta: Metadata of the result.
-        tensors: Host tensors of the result, which are valid once `done` has occurred.
-        done: CUDA event recorded after the decode and the copy. None: both are complete.
-        started_s: Time at which the request was first scheduled, in seconds of `time.perf_counter`.
+        tensors: Host tensors of the result. They are valid once `done` has completed.
+        done: CUDA event recorded after the decode and the copy, or None if both are complete.
+        started_s: Time when the request was first scheduled, in seconds, from `time.perf_counter`.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class PendingResult:
         self._started_s = started_s
 
     def ready(self) -> bool:
-        """Whether decode and copy are complete, which means that `wait` returns immediately."""
+        """Whether the decode and the copy are complete, so that `wait` returns immediately."""
         return self._done is None or bool(self._done.query())
 
     def wait(self) -> None:
-        """Wait until the device no longer reads data of the request."""
+        """Wait until the device no longer reads the request's data."""
         if self._done is not None:
             self._done.synchronize()
 
@@ -78,7 +78,7 @@ class PendingResult:
 
 
 class FiniteCheck:
-    """Check on the device whether a tensor is finite, without blocking host or device."""
+    """Check on the device whether a tensor is finite, without blocking the host or the device."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -86,9 +86,7 @@ class FiniteCheck:
 
     @property
     def known(self) -> bool:
-        """Whether the device has finished the check, which means that `require` returns
-        immediately.
-        """
+        """Whether the device has finished the check, so that `require` returns immediately."""
         return self._finite.known
 
     def require(self, what: str) -> None:
@@ -98,7 +96,7 @@ class FiniteCheck:
             what: Name of the tensor in the error message.
 
         Raises:
-            RequestFailed: `non_finite`: the tensor contains NaN or Inf.
+            RequestFailed: `non_finite` if the tensor contains NaN or Inf.
         """
         if not self._finite.wait():
             raise RequestFailed(

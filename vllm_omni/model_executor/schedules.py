@@ -7,13 +7,14 @@ predicts v = eps - x0, so x0 = x_sigma - sigma v. A distilled (DMD) model uses a
 
 - `exact`: sigma_i = warp(1 - i/1000), and t_i = 1000 sigma_i is a float. Each step has one sigma.
 - `original`: the table of the UniPC flow scheduler. This table starts at 0.999 instead of 1, and
-  its t is truncated to an integer, so that neighbouring entries can have the same t. The original
-  code looks up sigma by t: it uses the *first* entry with a given t to convert the flow to x0, and
-  the *second* to add noise. Each step therefore has two sigmas.
+  its t is truncated to an integer, so neighbouring entries can have the same t. The original code
+  looks up sigma by t: it uses the *first* entry with a given t to convert the flow to x0, and the
+  *second* one to add noise. Each step therefore has two sigmas.
 
-Every noise tensor is drawn from its own generator, which is seeded with a hash of seed, chunk and
-step. The noise therefore does not depend on the order in which tensors are drawn, and a replayed
-session is bit-identical regardless of the server's load and the number of ranks.
+Every noise tensor is drawn from its own generator, which is seeded with a hash of the seed, the
+chunk index and the step. The noise therefore does not depend on the order in which tensors are
+drawn, and a replayed session is bit-identical regardless of the server's load and the number of
+ranks.
 """
 
 import hashlib
@@ -85,10 +86,10 @@ class FewStepSchedule:
     timesteps: tuple[float, ...]
     """Timestep that the network receives in each step."""
     sigmas_x0: tuple[float, ...]
-    """Sigma that converts the predicted flow of each step to x0."""
+    """Sigma used to convert the predicted flow of each step to x0."""
     sigmas_noise: tuple[float, ...]
-    """Sigma of the noise that is added to x0 before each step. Entry 0 is unused, because a chunk
-    starts as pure noise.
+    """Sigma of the noise added to x0 before each step. Entry 0 is unused, because a chunk starts as
+    pure noise.
     """
 
     @property
@@ -100,8 +101,8 @@ class FewStepSchedule:
     ) -> torch.Tensor:
         """Return the latents after `step`, fp32.
 
-        The latents are x0, to which the noise of the next step is added unless this is the last
-        step.
+        The latents are x0. Unless this is the last step, the noise for the next step is added to
+        x0.
         """
         x0 = latents.double() - self.sigmas_x0[step] * flow.double()
         if step + 1 < self.num_steps:
@@ -110,7 +111,8 @@ class FewStepSchedule:
         return x0.float()
 
     def log_prob(self, step: int, noise: ChunkNoise, given_frames: int = 0) -> torch.Tensor:
-        """Return the log-density of the latents after `step`, given the latents before it, in fp64.
+        """Return the log-density of the latents after `step`, given the latents before `step`, in
+        fp64.
 
         After every step except the last, each value of the latents is Gaussian with mean (1 -
         sigma) x0 and standard deviation sigma. The result is the natural logarithm of the density,
@@ -169,7 +171,7 @@ class EulerSchedule:
     sigmas: tuple[float, ...]
     """Noise level before each step and after the last, decreasing from 1 to 0."""
     dtype: torch.dtype
-    """Dtype of the model, to which the result of each step is rounded."""
+    """Dtype of the model. The result of each step is rounded to this dtype."""
 
     @property
     def num_steps(self) -> int:
@@ -211,14 +213,14 @@ def few_step_schedule(
     indices: Sequence[int],
     precision: type[np.floating] = np.float64,
 ) -> FewStepSchedule:
-    """Return the schedule with the given entries of the 1000-step table.
+    """Return a schedule that consists of the given entries of the 1000-step table.
 
     Args:
-        convention: Convention of the table; the module docstring describes both.
+        convention: Convention of the table. The module docstring describes both conventions.
         shift: Parameter of `warp` for the table, greater than 0.
         indices: Indices of the entries, strictly increasing. Index 0 is the noisiest entry.
-        precision: Dtype in which the `exact` table is computed. With fp32, the table is
-            bit-identical to SGLang's, which differs from an fp64 table in the last place.
+        precision: Dtype to compute the `exact` table in. With fp32, the table is bit-identical to
+            SGLang's, which differs from an fp64 table in the last place.
 
     Raises:
         ValueError: The shift or an index is out of range.
@@ -260,11 +262,12 @@ def unipc_flow_table(shift: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def nearest_schedule(shift: float, timesteps: Sequence[float]) -> FewStepSchedule:
-    """Return the schedule with the given timesteps, as in the causal Wan references.
+    """Return the schedule with the given timesteps, as in the reference implementations of causal
+    Wan.
 
-    The sigma of a timestep is that of the nearest entry in the `exact` table (in fp32; if two
-    entries are equally near, the first). This sigma is close to t / 1000 and is never 0, because
-    the last entry of the table is the warp of 1/1000.
+    The sigma of a timestep is that of the nearest entry in the `exact` table, which is computed in
+    fp32. If two entries are equally near, the first one is used. This sigma is close to t / 1000
+    and is never 0, because the last entry of the table is the warp of 1/1000.
 
     Args:
         shift: Parameter of `warp` for the table, greater than 0.

@@ -45,7 +45,7 @@ class StepPipeline(
 
     Subclasses implement `SupportsStepExecution` and `load_weights`. The class implements
     `SupportsLoRA` even if a model supports no adapters, because vLLM 0.33 requires this before the
-    family's `check_adapters` can decide.
+    family's `check_adapters` can decide whether adapters are supported.
     """
 
     is_pooling_model: ClassVar[Any] = True
@@ -56,10 +56,11 @@ class StepPipeline(
     embeddings.
     """
     supports_step_execution: ClassVar[bool] = True
-    """Marker by which the runner recognises that a class implements `SupportsStepExecution`."""
+    """Tells the runner that the class implements `SupportsStepExecution`."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        # `super().__init__` could reach another base class of a subclass, with other parameters.
+        # In a subclass with another base class, `super().__init__` could call that class's
+        # `__init__`, which has other parameters.
         nn.Module.__init__(self)
         self.pooler = IdentityPooler()
 
@@ -88,10 +89,10 @@ Layout = TypeVar("Layout")
 
 @dataclass(frozen=True)
 class ServedCheckpoint(Generic[Layout]):
-    """A checkpoint and the options with which an engine serves it."""
+    """A checkpoint, and the options that an engine uses to serve it."""
 
     hf_config: Any
-    """vLLM's config object of the checkpoint."""
+    """vLLM's config object for the checkpoint."""
     layout: Layout
     """Locations of the checkpoint's components."""
     omni: OmniConfig
@@ -101,9 +102,9 @@ class ServedCheckpoint(Generic[Layout]):
     eager: bool
     """Whether compilation is disabled (`--enforce-eager`)."""
     quantization: QuantizationConfig | None = None
-    """vLLM's config for `--quantization`. None: weights remain as they are loaded."""
+    """vLLM's config for `--quantization`, or None if the weights remain as loaded."""
     kv_dtype: torch.dtype | None = None
-    """Dtype of stored keys and values. None: the dtype of the model."""
+    """Dtype of stored keys and values, or None to use the model's dtype."""
     offloads: bool = False
     """Whether some weights are on the host (`--cpu-offload-gb`)."""
 
@@ -191,8 +192,8 @@ def driven_model(pipeline: nn.Module) -> nn.Module:
 def _quantization(
     quantization: QuantizationConfig | None, hf_config: Any
 ) -> QuantizationConfig | None:
-    """Return vLLM's quantization config, restricted to the layers that the checkpoint stores
-    quantized.
+    """Return vLLM's quantization config, restricted to the layers that the checkpoint stores in
+    quantized form.
     """
     stored = getattr(hf_config, "quantization_config", None)
     if quantization is None or stored is None:
@@ -201,7 +202,7 @@ def _quantization(
 
 
 def compiles(requested: bool | None, eager: bool) -> FastPath:
-    """Resolve `omni.model.compile`. By default, compilation is on for CUDA unless the engine is
+    """Resolve `omni.model.compile`. By default, compilation is enabled on CUDA unless the engine is
     eager.
     """
     if requested is not None:
@@ -212,9 +213,10 @@ def compiles(requested: bool | None, eager: bool) -> FastPath:
 
 
 _MOST_CHANNELS = 3072
-"""Maximum channels per rank for CUDA graphs. Forward passes of wider networks (LingBot World and
-causal Wan 14B have 5120) take longer on a GPU than their launches take on the host. With 3072
-channels and no graphs, a chunk of DreamX-World took longer at 480x832 than at 704x1280.
+"""Maximum number of channels per rank for CUDA graphs. Forward passes of wider networks (LingBot
+World and causal Wan 14B have 5120 channels) take longer on a GPU than their launches take on the
+host. Without graphs, a chunk of DreamX-World, which has 3072 channels, took longer at 480x832 than
+at 704x1280.
 """
 
 
@@ -226,14 +228,15 @@ def launches_graphs(
     *,
     name: str = "cuda_graphs",
 ) -> FastPath:
-    """Resolve `omni.model.cuda_graphs`. CUDA graphs are always off on devices other than CUDA.
+    """Resolve `omni.model.cuda_graphs`. CUDA graphs are always disabled on devices other than CUDA
+    GPUs.
 
     Args:
-        requested: Value of the option. None: graphs are used unless another argument rules them
-            out.
+        requested: Value of the option. With None, graphs are used unless another argument rules
+            them out.
         eager: Whether the engine is eager (`--enforce-eager`).
         offloads: Whether some weights are on the host (`--cpu-offload-gb`).
-        channels: Channels of a token per rank.
+        channels: Number of channels per token on each rank.
         name: Name of the fast path in reports.
     """
     lack = lacks_gpu(this_device())

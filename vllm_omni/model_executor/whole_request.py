@@ -8,9 +8,10 @@ The served model has one method that computes the whole result of a request:
     tensors)
 
 The method names are tried in the order of `METHODS`. Methods inherited from `torch.nn.Module` or
-`StepPipeline` are ignored. The input tensors are on the CPU; the result may be on any device. The
-client receives a `RequestFailed` unchanged. A method named `forward` must accept `**kwargs`,
-because vLLM refuses classes with a `forward` that does not accept vLLM's keywords.
+`StepPipeline` are ignored. The input tensors are on the CPU; the result may be on any device. If
+the method raises `RequestFailed`, the client receives this error unchanged. A method named
+`forward` must accept `**kwargs`, because vLLM rejects classes with a `forward` that does not accept
+vLLM's keyword arguments.
 
 Limitations: an abort takes effect only when the request in progress is complete, requests are not
 batched, and only one pipeline stage is supported. A model with separate denoise steps should
@@ -39,10 +40,10 @@ from vllm_omni.outputs import RequestFailed
 logger = logging.getLogger("vllm." + __name__)
 
 METHODS = ("sample", "forward", "diffuse")
-"""Names of the method that runs a request, in the order in which they are tried."""
+"""Possible names of the method that runs a request, in the order they are tried."""
 
 _NOMINAL_BYTES = 1
-"""Nominal size of a session in bytes. How much memory a request needs is unknown, so only
+"""Nominal size of a session in bytes. The amount of memory that a request needs is unknown, so only
 `omni.max_sessions` limits admission.
 """
 
@@ -67,8 +68,8 @@ def find_method(model: nn.Module) -> str:
 
 
 class WholeRequestModel:
-    """Adapter that presents a model with one call per request as `SupportsStepExecution` with one
-    step.
+    """Adapter that implements `SupportsStepExecution` with one step for a model that computes a
+    request in one call.
 
     Args:
         model: Model that computes a request in one call.
@@ -115,7 +116,9 @@ class WholeRequestModel:
     def step_scheduler(self, batch: Sequence[Request], prediction: torch.Tensor) -> None: ...
 
     def latents(self, request: Request) -> torch.Tensor:
-        """Return sums over the floating-point results, which the runner checks for NaN and Inf."""
+        """Return sums over the floating-point results. The runner checks these sums for NaN and
+        Inf.
+        """
         result = request.state[1] if request.state is not None else {}
         sums = [
             tensor.float().sum().cpu() for tensor in result.values() if tensor.is_floating_point()
@@ -141,7 +144,8 @@ class WholeRequestModel:
 
 
 def in_steps(network: nn.Module) -> SupportsStepExecution:
-    """Return the model itself if it supports step execution, else a `WholeRequestModel` around it.
+    """Return the model itself if it supports step execution, otherwise a `WholeRequestModel` that
+    wraps the model.
 
     Raises:
         TypeError: The model neither supports step execution nor defines one of `METHODS`.

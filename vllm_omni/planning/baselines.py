@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The baselines (benchmark results that are shipped with the package) and the comparison of new
-measurements with them.
+"""The baselines (benchmark results shipped with the package), and the comparison of new
+measurements with the baselines.
 
 `make results` writes `baselines.json` from `benchmarks/results`. `vllm-omni bench --check` repeats
 some of the benchmarks.
@@ -17,17 +17,17 @@ import msgspec
 
 _FILE: Final = "baselines.json"
 GPU_TOLERANCE: Final = 0.06
-"""Fraction by which two GPUs of the same model may differ in speed."""
+"""Largest accepted difference in speed between two GPUs of the same model, as a fraction."""
 CPU_TOLERANCE: Final = 0.25
-"""Fraction by which the processor time of the same work may differ, for example because of the
-clock rate of the cores or other programs that run on them.
+"""Largest accepted difference in CPU time for the same work, as a fraction. CPU time depends, for
+example, on the cores' clock rate and on other programs that run on the cores.
 """
 
 Verdict = Literal["within", "faster", "slower", "other hardware"]
 
 
 class BaselineValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One measured quantity of a baseline."""
+    """One measured quantity in a baseline."""
 
     name: str
     """Name of the quantity with its unit, as in docs/reference/results.md."""
@@ -36,7 +36,7 @@ class BaselineValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BaselineCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How to repeat the measurement of a baseline."""
+    """How to repeat a baseline measurement."""
 
     script: str
     """Name of the benchmark."""
@@ -60,15 +60,15 @@ class Baseline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     commit: str
     """Commit that recorded the result."""
     command: str
-    """Command that was measured."""
+    """Measured command."""
     cpu: str
-    """Model of the host's CPU; empty if the model was not recorded."""
+    """CPU model of the host; empty if the model was not recorded."""
     cores: int
     """Number of CPU cores that the command could use; 0 if the number was not recorded."""
     gpu: str | None
     """Kind of GPU, for example "H200". None if the result was measured on a CPU."""
     gpus: int
-    """Number of GPUs that were used."""
+    """Number of GPUs used."""
     values: tuple[BaselineValue, ...]
     """The measured quantities."""
     check: BaselineCheck | None = None
@@ -93,9 +93,9 @@ class Machine(msgspec.Struct, frozen=True):
     """The machine that runs this process."""
 
     cpu: str
-    """Model of the CPU."""
+    """CPU model."""
     cores: int
-    """Number of CPU cores that this process may use."""
+    """Number of CPU cores that this process can use."""
     gpu: str | None = None
     """Kind of the first GPU, or None if the machine has no GPU."""
     gpu_bytes: int = 0
@@ -114,12 +114,12 @@ class Comparison(msgspec.Struct, frozen=True):
     measured: float
     """Newly measured value, in milliseconds."""
     ratio: float
-    """Measured value divided by recorded value. Above 1, this machine is slower."""
+    """Measured value divided by recorded value. If the ratio is above 1, this machine is slower."""
     same_hardware: bool
     """Whether the baseline was recorded on the same kind of GPU, or on the same CPU with the same
     number of cores."""
     tolerance: float
-    """Largest difference between the ratio and 1 at which the two values still count as equal."""
+    """Largest difference between the ratio and 1 for the two values to count as equal."""
     verdict: Verdict
     """Result of the comparison. `other hardware` means that the ratio says nothing about this
     installation."""
@@ -132,7 +132,7 @@ def gpu_kind(name: str) -> str:
 
 @cache
 def all_baselines() -> tuple[Baseline, ...]:
-    """Return all baselines of the package."""
+    """Return all baselines in the package."""
     return msgspec.json.decode(
         files(__package__).joinpath(_FILE).read_bytes(), type=tuple[Baseline, ...]
     )
@@ -149,15 +149,15 @@ def choose_rows(
 ) -> list[Baseline]:
     """Choose the baselines to repeat.
 
-    Only baselines that fit this machine are considered. A baseline that was measured on a GPU
-    requires a GPU with enough memory; any other baseline requires a machine without a GPU.
+    Only baselines that fit this machine are considered. A baseline measured on a GPU requires a GPU
+    with enough memory. All other baselines require a machine without a GPU.
 
     Args:
         machine: The machine that runs this process.
         names: Names of the baselines to repeat. If empty, one baseline is chosen for each
-            benchmark, so that a check takes only minutes: the first that was recorded on the same
-            hardware, or else the first that fits.
-        rows: All baselines. Default: those of the package.
+            benchmark, so that a check takes only minutes: the first baseline recorded on the same
+            hardware, or if there is none, the first one that fits.
+        rows: Baselines to choose from. Default: all baselines in the package.
 
     Raises:
         KeyError: A name is unknown, or its baseline cannot be repeated on this machine.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured speed of streaming models, which `vllm-omni plan` prints in addition to their memory
-use.
+"""Measured speed of streaming models. `vllm-omni plan` prints these measurements in addition to the
+models' memory use.
 
 Speed is looked up and never predicted, because it depends on kernels, hosts and interconnects as
-much as on tensor shapes. tests/planning/test_measured.py compares the rows of the table with the
-result files that they cite.
+much as on tensor shapes. tests/planning/test_measured.py compares the table rows with the result
+files that they cite.
 """
 
 from functools import cache
@@ -21,7 +21,7 @@ _FILE: Final = "measured.json"
 
 
 class MeasuredRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Measurement of one engine at the default video size of its model, with random weights."""
+    """Measurement of one engine at its model's default video size, with random weights."""
 
     model: str
     """Name of the network (`size_names`)."""
@@ -30,12 +30,12 @@ class MeasuredRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpus: int
     """Number of GPUs that the engine used."""
     split: str
-    """How the model was split over the GPUs, as the text of a `ParallelSplit`. Ulysses ranks of one
-    stage also share its decodes."""
+    """How the model was split over the GPUs, in the text form of `ParallelSplit`. Ulysses ranks of
+    one stage also share its decodes."""
     precision: str
     """Precision of weights, keys and values."""
     fps: float
-    """Video frames per second of all sessions together."""
+    """Video frames per second, summed over all sessions."""
     first_frame_ms: float
     """Milliseconds from a session's first request to its first frame."""
     memory_gb: float
@@ -45,12 +45,12 @@ class MeasuredRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window: int | None = None
     """Number of latent frames in the K/V window. Default: the model's window."""
     matched_steps: int = 0
-    """Number of denoise steps of a noise-matched stream. Default: 0, which means the strict cache.
+    """Number of denoise steps in a noise-matched stream. Default: 0, which means the strict cache.
     """
     sessions: int = 1
     """Number of live sessions."""
     preset: PresetName | None = None
-    """Name of the preset that has exactly these settings. Default: no preset has these settings."""
+    """Name of the preset that has exactly these settings, or None if there is none."""
 
 
 @cache

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the memory that a streaming model needs per GPU from the model's shapes, without loading
-anything.
+"""Computes how much memory a streaming model needs per GPU. The computation uses only the model's
+shapes and loads nothing.
 
 All functions are pure. The sizes of weights, K/V windows and caches are exact. The transient memory
 of a decode is a measured value (`AutoencoderMemory.workspace`). Tests: tests/planning/.
@@ -17,7 +17,7 @@ _USABLE: Final = 0.95
 """Fraction of a GPU's memory that a server can use."""
 _INT8: Final = 1
 _WORKSPACE_FRAMES: Final = 3
-"""Number of latent frames in the chunk with which `AutoencoderMemory.workspace` was measured."""
+"""Number of latent frames in the chunk that was used to measure `AutoencoderMemory.workspace`."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class MemoryPlan:
     session_bytes: float
     """Bytes per session on the rank where sessions are largest."""
     memory_bytes: float
-    """Bytes used, with the requested number of sessions, on the rank that uses the most."""
+    """Bytes used on the rank that uses the most, with the requested number of sessions."""
     max_sessions: int
     """Maximum number of sessions that fit; 0 if the model itself does not fit."""
 
@@ -37,7 +37,7 @@ class MemoryPlan:
 @dataclass(frozen=True)
 class _Rank:
     fixed: float
-    """Bytes that the rank uses without any session."""
+    """Bytes that the rank uses if there are no sessions."""
     session: float
     """Bytes that each session uses on the rank."""
 
@@ -45,10 +45,10 @@ class _Rank:
 def plan_memory(
     model: StreamModel, gpu_bytes: float, split: ParallelSplit, sessions: int = 1
 ) -> MemoryPlan:
-    """Compute the memory of an engine.
+    """Compute the memory use of an engine.
 
     Args:
-        model: The model, with the options with which it is served.
+        model: The model and its serving options.
         gpu_bytes: Memory of one GPU in bytes.
         split: How the engine splits the model over GPUs.
         sessions: Number of live sessions.
@@ -64,20 +64,18 @@ def plan_memory(
 
 
 def window_bytes(model: StreamModel, frames: int) -> float:
-    """Return the size in bytes of the K/V of `frames` latent frames in all layers and heads."""
+    """Return the size in bytes of the K/V for `frames` latent frames in all layers and heads."""
     elements = 2 * (model.kv_dim or model.dim) * model.layers + model.side_kv
     return float(model.kv_itemsize * frames * model.tokens_per_frame * elements)
 
 
 def _pinned_bytes(model: StreamModel) -> float:
-    """Return the size in bytes of the K/V of pinned tokens, including the second copy of their
-    keys.
-    """
+    """Return the size in bytes of the pinned tokens' K/V, including the second copy of the keys."""
     return 3.0 * model.kv_itemsize * model.pinned_tokens * model.dim * model.layers
 
 
 def _cross_kv_bytes(model: StreamModel, split: ParallelSplit) -> float:
-    """Return the size in bytes of the K/V of prompts. Each chunk in flight may have a different
+    """Return the size in bytes of the prompts' K/V. Each chunk in flight may have a different
     prompt.
     """
     elements = 2 * model.context_length * model.dim * model.layers / split.layer_parts
@@ -105,8 +103,8 @@ def session_bytes(model: StreamModel, split: ParallelSplit, *, last_stage: bool 
 
 
 def _modulation_bytes(model: StreamModel, split: ParallelSplit) -> float:
-    """Return the size in bytes of the scales and shifts that all layers compute from the camera. A
-    chunk keeps these tensors until it is finished.
+    """Return the size in bytes of the scales and shifts that all layers compute from the camera.
+    These tensors are retained until the chunk is finished.
     """
     if not model.camera:
         return 0.0
@@ -143,7 +141,7 @@ def _adapter_bytes(model: StreamModel, split: ParallelSplit) -> float:
 
 def _fullest_ranks(model: StreamModel, split: ParallelSplit) -> list[_Rank]:
     """Return the ranks that can use the most memory: the first rank of the first stage, of the last
-    stage with layers, and of a VAE stage.
+    stage with layers and, if there is one, of the VAE stage.
     """
     # With several stages, the next chunk is decoded while a result waits for its engine step.
     decodes = 1 if split.stages == 1 else 2

@@ -2,7 +2,8 @@
 """The networks that `vllm-omni plan` supports, given by name or by checkpoint directory: the
 networks of all families that have a `FamilyPlan`.
 
-This module reads configs but no weights, and does not depend on a model. Tests: tests/planning/.
+This module reads configs but no weights, and does not depend on a specific model. Tests:
+tests/planning/.
 """
 
 from collections.abc import Mapping
@@ -26,20 +27,19 @@ _OPTIONS: Final = {
 
 @cache
 def family_plans() -> dict[str, FamilyPlan]:
-    """Return the plan of each family that has one, by the family's name, in the registry's
-    order.
-    """
+    """Return the plans of all families that have one, keyed by family name, in registry order."""
     return {name: plan for name in family_names() if (plan := get_family(name).plan) is not None}
 
 
 def size_names() -> list[str]:
-    """Return the names of the networks of all sizes."""
+    """Return the names of all networks in `FamilyPlan.sizes`."""
     return [name for plan in family_plans().values() for name in plan.sizes]
 
 
 def known_names() -> list[str]:
-    """Return all names that `plan` accepts: those of `size_names`, and the releases that
-    `vllm-omni download` accepts."""
+    """Return all names that `vllm-omni plan` accepts: those of `size_names`, and the releases that
+    `vllm-omni download` accepts.
+    """
     return [*size_names(), *(name for plan in family_plans().values() for name in plan.releases)]
 
 
@@ -51,7 +51,7 @@ def model_of(name: str, preset: PresetName = DEFAULT_PRESET, **changes: Any) -> 
 
     Args:
         name: Name of the model, or path of its checkpoint directory.
-        preset: Preset from which the model's options are taken.
+        preset: Preset that the model's options are taken from.
         **changes: Fields of `StreamModel` to set.
 
     Raises:

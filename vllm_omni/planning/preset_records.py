@@ -2,7 +2,7 @@
 """Recorded speed and quality of presets, for the log line at startup and `vllm-omni plan`.
 
 Speed is recorded in `measured.json` (rows with a `preset`), and quality in `preset_quality.json`.
-Servers with another network, another video size or additional options have no record.
+The records do not apply to servers with another network, another video size or additional options.
 tests/planning/test_measured.py compares the rows with the result files that they cite.
 """
 
@@ -31,7 +31,7 @@ class PresetQuality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     preset: PresetName
     """Name of the preset."""
     psnr_db: float
-    """PSNR in dB, compared with the frames of the world's renderer."""
+    """PSNR in dB, relative to the frames of the world's renderer."""
     sharpness: float
     """Sharpness relative to the frames of the world's renderer."""
     source: str
@@ -40,23 +40,24 @@ class PresetQuality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @cache
 def all_qualities() -> tuple[PresetQuality, ...]:
-    """Return all recorded qualities."""
+    """Return all recorded quality measurements."""
     return msgspec.json.decode(
         files(__package__).joinpath(_FILE).read_bytes(), type=tuple[PresetQuality, ...]
     )
 
 
 def speed_of_record(model: StreamModel, preset: PresetName) -> str:
-    """Return a text with the frame rates of a preset on one GPU of each kind, or a text stating
-    that no frame rate was measured.
+    """Return text that states a preset's frame rates on one GPU of each kind, or that no frame rate
+    was measured.
     """
     runs = [run for gpu in GPU_BYTES for run in find_runs(model, gpu, 1) if run.preset == preset]
     return ", ".join(f"{run.fps:.1f} FPS on one {run.gpu}" for run in runs) or _UNKNOWN
 
 
 def quality_of_record(family: str, preset: PresetName) -> str:
-    """Return a text with the quality of a preset on the demo world, or a text stating that the
-    quality was not measured."""
+    """Return text that states a preset's quality on the demo world, or that the quality was not
+    measured.
+    """
     rows = [row for row in all_qualities() if (row.family, row.preset) == (family, preset)]
     shown = (f"PSNR {row.psnr_db:.1f} dB, sharpness {row.sharpness:.2f}" for row in rows)
     return ", ".join(shown) or _UNKNOWN
@@ -69,14 +70,14 @@ def preset_line(
     hf_config: dict[str, Any],
     omni: OmniConfig,
 ) -> str:
-    """Return the line about a preset that a server logs at startup.
+    """Return the line that a server logs about its preset at startup.
 
     Args:
         preset: The preset of the server, with the precision that it has set.
         family: Family of the model.
         path: Checkpoint directory.
-        hf_config: vLLM's config of the checkpoint.
-        omni: Options of the server.
+        hf_config: vLLM's config for the checkpoint.
+        omni: Server options.
     """
     speed = _UNKNOWN
     if family.plan is not None and family.size_of(hf_config) == (omni.height, omni.width):

@@ -24,7 +24,9 @@ _PRECISIONS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def fitting_splits(model: StreamModel, gpu: str, gpus: int, sessions: int) -> list[MemoryPlan]:
-    """Return every split for which `sessions` sessions fit, sorted by the number of GPUs."""
+    """Return every split that leaves enough memory for `sessions` sessions, sorted by the number of
+    GPUs.
+    """
     plans = [plan_memory(model, GPU_BYTES[gpu], split, sessions) for split in splits(model, gpus)]
     fitting = [plan for plan in plans if plan.max_sessions >= sessions]
     return sorted(fitting, key=lambda plan: plan.split.gpus)
@@ -54,7 +56,8 @@ def plan_text(model: StreamModel, gpu: str, gpus: int, sessions: int) -> str:
 
 def room_text(model: StreamModel) -> str:
     """Return a line with the number of sessions that fit on one GPU of each common size. A GB is
-    10^9 bytes."""
+    10^9 bytes.
+    """
     counts = [
         plan_memory(model, size * 1e9, ParallelSplit()).max_sessions for size in _GPU_SIZES_GB
     ]
@@ -65,11 +68,11 @@ def room_text(model: StreamModel) -> str:
 
 
 def fits_text(models: Sequence[StreamModel]) -> str:
-    """Return a table with the number of sessions of each model that fit on one GPU of each common
+    """Return a table that states how many sessions of each model fit on one GPU of each common
     size.
 
-    The table has one row for each precision and each device of the text encoder. 0 means that the
-    model does not fit.
+    Each model has one row for each combination of precision and text-encoder device. 0 means that
+    the model does not fit.
     """
     sizes = "".join(f"{size:>5d} GB" for size in _GPU_SIZES_GB)
     lines = [f"{'sessions on one GPU of':70s}{sizes}"]
@@ -111,7 +114,7 @@ def _measured_lines(model: StreamModel, gpu: str, gpus: int) -> list[str]:
 
 
 def _settings(model: StreamModel) -> str:
-    """Return a text that lists the settings of the model that differ from the defaults."""
+    """Return text that lists the model settings that differ from the defaults."""
     parts = [] if model.preset == DEFAULT_PRESET else [f"preset {model.preset}"]
     parts += [f"noise-matched, {model.denoise} steps"] if model.noise_matched else []
     parts += [f"{model.in_flight} chunks in flight"] if model.in_flight > 1 else []
@@ -129,7 +132,7 @@ def _settings(model: StreamModel) -> str:
 
 
 def _options(model: StreamModel, split: ParallelSplit) -> list[str]:
-    """Return the options with which `vllm serve --omni` serves a model with the given split."""
+    """Return the `vllm serve --omni` options for a model with the given split."""
     flags, options = [], {}
     if split.ranks > 1:
         flags.append(f"--tensor-parallel-size {split.ranks}")

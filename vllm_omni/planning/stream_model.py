@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Description of a streaming model and of its split over GPUs, from which `memory.py` computes the
-memory use.
+"""Descriptions of a streaming model and its split over GPUs. `memory.py` computes the memory use
+from these descriptions.
 
 A family that `vllm-omni plan` supports describes its networks in `models/<name>/plan.py`
 (`FamilyPlan`). Tests: tests/planning/.
@@ -13,11 +13,11 @@ from typing import Any, Final
 from vllm_omni.model_executor.presets import DEFAULT_PRESET, PresetName
 
 BF16 = 2
-"""Bytes of one bf16 value."""
+"""Size in bytes of one bf16 value."""
 _VAE_PIXELS = 480 * 832
 _TEXT_LENGTH = 512
 _TEXT_WEIGHTS = 11.4e9
-"""Bytes of the weights of umt5-xxl in bf16."""
+"""Size in bytes of umt5-xxl's weights in bf16."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class AutoencoderMemory:
     """Bytes that the encoder caches per session in models with an image condition or video input.
     """
     weights: float = 0.25e9
-    """Bytes of the autoencoder's weights."""
+    """Size in bytes of the autoencoder's weights."""
     workspace: float = 4.0e9
     """Bytes of transient memory for decoding one chunk of at most three latent frames.
 
@@ -41,13 +41,13 @@ class AutoencoderMemory:
     proportionally more.
     """
     encoder_workspace: float = 3.5e9
-    """Bytes of transient memory for encoding, for a chunk of at most three latent frames.
+    """Bytes of transient memory for encoding one chunk of at most three latent frames.
 
-    The value matters for models with an image condition or video input whose decoder needs less
-    transient memory.
+    The value matters only for models that have an image condition or video input and whose decoder
+    needs less transient memory than this.
     """
     tiny: "AutoencoderMemory | None" = None
-    """Memory of the autoencoder with the tiny decoder (`omni.model.decoder` `tiny`). If None,
+    """Memory of the autoencoder with the tiny decoder (`omni.model.decoder` is `tiny`). If None,
     `TINY_DECODER` is used."""
 
 
@@ -69,14 +69,14 @@ WAN_2_2_AUTOENCODER: Final = AutoencoderMemory(
 
 @dataclass(frozen=True)
 class StreamModel:
-    """Sizes of one model, and the options with which it is served.
+    """Sizes of one model, and its serving options.
 
     If `linears` or `kv_dim` is 0, the value is computed with Wan's formula. If `grid_tokens` is 0,
-    the number of tokens follows from the size of the video.
+    the number of tokens follows from the video size.
     """
 
     name: str
-    """Name or checkpoint directory that the user gave."""
+    """Name or checkpoint directory that the user passed."""
     dim: int
     """Width of the transformer."""
     ffn_dim: int
@@ -86,7 +86,7 @@ class StreamModel:
     layers: int
     """Number of transformer blocks. Pipeline stages split the blocks."""
     parameters: int
-    """Number of parameters of the transformer."""
+    """Number of parameters in the transformer."""
     window: int
     """Number of latent frames in the K/V window."""
     sinks: int
@@ -100,7 +100,7 @@ class StreamModel:
     denoise: int = 4
     """Number of denoise steps per chunk."""
     noise_matched: bool = False
-    """Whether each denoise step has its own K/V window (`omni.model.cache` "noise_matched")."""
+    """Whether each denoise step has its own K/V window (`omni.model.cache` is "noise_matched")."""
     in_flight: int = 1
     """Maximum number of chunks of one session in flight. More than one requires `noise_matched`."""
     camera: bool = False
@@ -114,11 +114,11 @@ class StreamModel:
     text_on_cpu: bool = False
     """Whether the text encoder is in host memory."""
     kv_itemsize: int = BF16
-    """Bytes of one stored element of a key or value."""
+    """Bytes per stored element of a key or value."""
     weight_itemsize: float = BF16
     """Bytes per weight in the linear layers of a block, including its share of the scales.
 
-    If this is less than bf16, camera layers are stored in int8.
+    If this number is less than that of bf16, camera layers are stored in int8.
     """
     side_kv: int = 0
     """Number of K/V elements per token in addition to those of the transformer blocks, for example
@@ -127,17 +127,19 @@ class StreamModel:
     context_length: int = _TEXT_LENGTH
     """Number of tokens that cross-attention reads."""
     context_weights: float = _TEXT_WEIGHTS
-    """Bytes of the weights of the text or image encoder."""
+    """Size in bytes of the text or image encoder's weights."""
     context_everywhere: bool = False
-    """Whether every rank with layers holds the text or image encoder. Default: only the first rank.
+    """Whether every rank that has layers holds the text or image encoder. Default: only the first
+    rank holds it.
     """
     adapters: int = 0
     """Number of slots for LoRA adapters."""
     adapter_rank: int = 0
     """Largest rank of a LoRA adapter."""
     sides: int = 0
-    """Sum of the input and output widths of all weight matrices, which determines the size of
-    adapters."""
+    """Sum of the input and output widths of all weight matrices. The sum determines the size of an
+    adapter.
+    """
     frames_per_latent: int = 4
     """Number of video frames per latent frame."""
     latent_cell: int = 8
@@ -146,11 +148,12 @@ class StreamModel:
     """Number of tokens outside the window that every chunk attends to, for example the tokens of
     reference images. The keys of these tokens are stored twice."""
     grid_tokens: int = 0
-    """Number of tokens per latent frame if it does not depend on the size of the video; otherwise
+    """Number of tokens per latent frame if this number does not depend on the video size; otherwise
     0.
     """
     linears: int = 0
-    """Number of parameters in the linear layers of all blocks, or 0 to compute it from the widths.
+    """Number of parameters in the linear layers of all blocks, or 0 to compute the number from the
+    widths.
     """
     kv_dim: int = 0
     """Width of keys and of values, or 0 for the width of the transformer."""
@@ -159,7 +162,7 @@ class StreamModel:
     sequence_parallel: bool = True
     """Whether ranks can split the tokens of a chunk (Ulysses) and the decode of a frame."""
     preset: PresetName = DEFAULT_PRESET
-    """Preset from which the options in this class are taken."""
+    """Preset that the options in this class are taken from."""
     presets: tuple[PresetName, ...] = ()
     """Presets that the model's family offers."""
 
@@ -175,17 +178,19 @@ class StreamModel:
 
     @property
     def block_parameters(self) -> int:
-        """Number of parameters that are quantized: the linear layers of all blocks."""
+        """Number of quantized parameters: those in the linear layers of all blocks."""
         return self.linears or self.layers * (8 * self.dim**2 + 2 * self.dim * self.ffn_dim)
 
     @property
     def camera_parameters(self) -> int:
-        """Number of parameters of the camera layers: four square matrices per block."""
+        """Number of parameters in the camera layers: four square matrices per block."""
         return 4 * self.layers * self.dim**2 if self.camera else 0
 
     @property
     def area(self) -> float:
-        """Area of a frame in the autoencoder, relative to 480x832."""
+        """Number of pixels in a frame relative to 480x832, or 1 for a model with a fixed token
+        grid.
+        """
         return 1.0 if self.grid_tokens else self.height * self.width / _VAE_PIXELS
 
 
@@ -201,12 +206,13 @@ class FamilyPlan:
     """
 
     sizes: tuple[str, ...]
-    """Names of networks of different sizes. `plan all` shows one row for each network."""
+    """Names of the family's networks of different sizes. `plan all` shows one row for each network.
+    """
     named: Callable[[str, Changes], StreamModel]
     """Function that returns the network for a name in `sizes` or `releases`, with the user's
     changes."""
     of_checkpoint: Callable[[str, Mapping[str, Any], Changes], StreamModel]
-    """Function that returns the network of a checkpoint. Its arguments are the checkpoint
+    """Function that returns the network for a checkpoint. Its arguments are the checkpoint
     directory, the family's section of `hf_config`, and the user's changes."""
     releases: tuple[str, ...] = ()
     """Names of releases, which `vllm-omni download` also accepts."""
@@ -225,7 +231,9 @@ class ParallelSplit:
     vae_stage: bool = False
     """Whether the last stage has no layers and only decodes (`omni.vae_stage`)."""
     temporal: bool = False
-    """Whether each stage has all layers and one denoise step (`omni.pipeline` "temporal")."""
+    """Whether each stage holds all layers and runs one denoise step (`omni.pipeline` is
+    "temporal").
+    """
     vae_parallel: bool = False
     """Whether the ranks of a stage split the decode of a frame (`omni.vae_parallel`)."""
 
@@ -239,7 +247,7 @@ class ParallelSplit:
 
     @property
     def layer_parts(self) -> int:
-        """Number of pipeline stages over which the layers are split."""
+        """Number of pipeline stages that the layers are split across."""
         return 1 if self.temporal else self.layer_stages
 
     @property

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `vllm.platform_plugins` entry point: allows Ray workers on machines without accelerators.
 
-vLLM's Ray executors refuse a platform without a Ray resource, and vLLM's CPU platform has none. If
+vLLM's Ray executors reject a platform without a Ray resource, such as vLLM's CPU platform. If
 `VLLM_OMNI_RAY_ON_CPU=1` is set (on the Ray nodes and on the server) and vLLM is a CPU build, this
 package provides vLLM's CPU platform with a Ray resource. In all other cases, vLLM selects its
 platform as usual. vLLM calls the entry point in every process, so this module imports nothing
@@ -24,8 +24,8 @@ def platform() -> str | None:
 
 
 def is_cpu_build() -> bool:
-    """Return whether the installed vLLM is a CPU build. The check uses the version string, as
-    vLLM's own check does.
+    """Return whether the installed vLLM is a CPU build. Like vLLM's own check, this check uses the
+    version string.
     """
     try:
         return "cpu" in importlib.metadata.version("vllm")

@@ -5,11 +5,11 @@ from vllm.platforms.cpu import CpuPlatform
 
 
 class RayCpuPlatform(CpuPlatform):
-    """CPU platform on which each worker uses one unit of Ray's `GPU` resource.
+    """CPU platform whose workers each use one unit of Ray's `GPU` resource.
 
     `ray start --num-gpus N` creates N units even without a GPU. The resource must be named `GPU`,
-    because vLLM asks Ray which units an actor has, and Ray reports them only for known
-    accelerators.
+    because vLLM queries Ray for an actor's units, and Ray reports units only for accelerators that
+    it supports.
     """
 
     ray_device_key = "GPU"

@@ -4,12 +4,13 @@
 Two effects make the memory of a server grow without a leak:
 
 - CPython runs a full garbage collection only when the number of new long-lived objects reaches a
-  quarter of the objects that survived the last full collection (long_lived_pending in CPython's
-  gcmodule.c). vLLM freezes the heap of a started server directly after a full collection. The
-  quarter is therefore computed from 770,000 objects that are no longer collected, and reference
-  cycles (tasks, their exceptions and frames, uvicorn's connections) accumulate for hours.
+  quarter of the number of objects that survived the last full collection (long_lived_pending in
+  CPython's gcmodule.c). vLLM freezes a server's heap at startup, immediately after a full
+  collection. The quarter is therefore computed from 770,000 objects that are no longer collected,
+  and reference cycles (tasks, their exceptions and frames, uvicorn's connections) accumulate for
+  hours.
 - glibc's `malloc` returns only memory at the end of its heap. Tensors of many sizes leave holes in
-  the heap, which remain resident.
+  the heap, and these holes remain resident.
 """
 
 import ctypes
@@ -46,7 +47,8 @@ def collect_after_freeze(app: FastAPI) -> None:
 
 def _malloc_trim() -> Callable[[int], int] | None:
     """Return glibc's `malloc_trim`, or None if the C library is not glibc. Other C libraries do not
-    have the function or do not need it."""
+    have the function or do not need it.
+    """
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
@@ -54,7 +56,7 @@ class HeapTrim:
     """Callable that returns the C library's free memory to the operating system.
 
     Returning 60 MB of holes takes about 5 ms. A call therefore does nothing if the last effective
-    call was less than `interval_s` ago.
+    call was less than `interval_s` seconds ago.
     """
 
     def __init__(

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Request id and session id of log records, carried by context variables.
 
-`bound(...)` sets the ids for a block of code and for every task that is started in the block. The
-log handler determines how the ids appear in a log line. `ContextFilter` sets `request_id` and
+`bound(...)` sets the ids for a block of code and for every task started in the block. The log
+handler determines how the ids appear in a log line. `ContextFilter` sets `request_id` and
 `session_id` on the record, so JSON formatters write them as fields, and a user's logging
 configuration can use them in its format. `ContextFormatter` appends the ids to the first line of
-the text.
-`entrypoints/telemetry/logs.py` installs the filter and the formatter. This module imports only the
-standard library, because a user's logging configuration refers to `ContextFilter` before vLLM is
-imported.
+the text. `entrypoints/telemetry/logs.py` installs the filter and the formatter. This module imports
+only the standard library, because a user's logging configuration refers to `ContextFilter` before
+vLLM is imported.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ place."""
 
 @contextlib.contextmanager
 def bound(*, request_id: str | None = None, session_id: str | None = None) -> Iterator[None]:
-    """Set the ids for the log records of a block.
+    """Set the ids for the log records that a block of code emits.
 
     Args:
         request_id: Request id for the block, or None to keep the current request id.
@@ -41,7 +40,8 @@ def bound(*, request_id: str | None = None, session_id: str | None = None) -> It
 
 
 def bind(*, request_id: str | None = None, session_id: str | None = None) -> None:
-    """Set the ids until the end of the current task, which serves only one request or session.
+    """Set the ids until the end of the current task. The task must serve only one request or
+    session.
 
     Args:
         request_id: Request id for the task, or None to keep the current request id.
@@ -51,7 +51,7 @@ def bind(*, request_id: str | None = None, session_id: str | None = None) -> Non
 
 
 def current() -> Mapping[str, str]:
-    """Return the current request id and session id by name."""
+    """Return the current request id and session id, keyed by name."""
     return _ids.get()
 
 
@@ -88,7 +88,7 @@ class ContextFormatter(logging.Formatter):
     """Appends ` request_id=... session_id=...` to the first line of another formatter's text.
 
     Control characters in the arguments of a record are escaped, because arguments may contain text
-    from clients, such as paths, close reasons and names. Without escaping, a newline in such text
+    from clients, such as paths, close reasons and names. Without escaping, text after a newline
     would look like a separate line of the server's log.
 
     Args:
@@ -107,8 +107,9 @@ class ContextFormatter(logging.Formatter):
 
 
 def _escaped(record: logging.LogRecord) -> logging.LogRecord:
-    """Return a record whose arguments have been escaped. The arguments of other packages' records
-    may contain newlines and tabs, which are not escaped."""
+    """Return a record whose arguments have been escaped. In records from other packages, newlines
+    and tabs are not escaped.
+    """
     allowed = "" if record.name.startswith(_OWN_LOGGERS) else "\n\t"
     if isinstance(record.args, tuple):
         args: Any = tuple(_printable(value, allowed) for value in record.args)

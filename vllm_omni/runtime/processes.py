@@ -2,14 +2,17 @@
 """Processes of one engine: their ids, and a thread that ends them when their parent ends.
 
 vLLM stops its engine during a shutdown, but cannot do so after `kill -9`. The engine would then
-wait for requests forever and occupy the memory of its device. `end_with_parent` therefore starts a
-thread that waits, without polling, until the parent process ends. The thread also watches the
-grandparent, unless the parent is a main process, because a worker is started by its engine core,
-and an engine core is started by the server. Only processes started by Python's `multiprocessing`
-are covered; Ray's workers and an engine in the user's own process are not.
+wait for requests forever and occupy its device's memory. `end_with_parent` therefore starts a
+thread that waits, without polling, until the parent process ends. Unless the parent is a main
+process, the thread also watches the grandparent, because the server starts the engine core and the
+engine core starts the workers. `end_with_parent` has an effect only in processes that Python's
+`multiprocessing` started. Ray workers and an engine in the user's own process are therefore not
+affected.
 
-Workers call `end_with_parent` before they load a model. Schedulers call `end_with_parent` because
-they run in the engine core. This module imports neither vLLM nor torch.
+Workers call `end_with_parent` before they load a model. Schedulers and the diffusers executor's
+`PipelineWorker` also call it, because they run in the engine core. The `vllm_omni` and
+`vllm_omni_ar` plugins call it in each API server process. This module imports neither vLLM nor
+torch.
 """
 
 import contextlib
@@ -32,7 +35,8 @@ _watching: list[threading.Thread] = []
 
 def machine_id() -> str:
     """Return an identifier that is equal for two processes if and only if each can use the other's
-    pid."""
+    pid.
+    """
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
@@ -51,8 +55,8 @@ def engine_processes() -> dict[str, Any]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped (SIGSTOP, Ctrl-Z). A process that is stopped by a
-    debugger does not count as stopped.
+    """Return whether a process is stopped (SIGSTOP, Ctrl-Z). A process stopped by a debugger does
+    not count as stopped.
     """
     return _stat_of(pid)[:1] == ["T"]
 
@@ -84,7 +88,7 @@ def _watch(pids: list[int]) -> None:
             descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
             _end(pid)
-        except OSError as error:  # older kernels than 5.3 and some sandboxes lack the system call
+        except OSError as error:  # kernels before 5.3 and some sandboxes lack the system call
             logger.warning(
                 "cannot watch process %d, this process will not exit with it: %s", pid, error
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets clients read the errors in a server's responses."""
+"""Reads the errors in a server's responses on behalf of clients."""
 
 import json
 from dataclasses import dataclass

@@ -11,5 +11,6 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 def is_disk_full(error: OSError) -> bool:
     """Return whether a write failed because of a full disk, an exceeded quota or a file size
-    limit."""
+    limit.
+    """
     return error.errno in _FULL

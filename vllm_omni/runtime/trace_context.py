@@ -31,7 +31,7 @@ _start_span: list[Callable[[str], Span]] = [lambda name: NO_SPAN]
 
 
 def set_parent(headers: Mapping[str, str] | None) -> contextvars.Token[Mapping[str, str] | None]:
-    """Set the trace headers of the current task. None means no trace."""
+    """Set the trace headers of the current task, or None for no trace."""
     return _headers.set(headers)
 
 
@@ -50,5 +50,5 @@ def start_span(name: str) -> Span:
 
 
 def use(start_span: Callable[[str], Span]) -> None:
-    """Create all further spans of this process with the function `start_span`."""
+    """Create all subsequent spans in this process with the `start_span` function."""
     _start_span[0] = start_span

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recordings of sessions: the complete request of each chunk, and a digest of its frames.
+"""Session recordings: the complete request of each chunk, and a digest of its frames.
 
 A file consists of a magic line followed by records. A record consists of a length (8 bytes, little
 endian) and an envelope (`outputs.py`). The first record names the model and its options. Every
 other record contains the request for a chunk (parameters and arrays) and its outcome: the index and
 digest of the chunk, or `None` if the request was cancelled. A cancelled chunk may still have been
-committed; the index of the next chunk shows whether it was. A file that ends in the middle of a
-record, because the server died, is valid up to that record. This module does not depend on the
+committed; the index of the next chunk shows whether it was. If a file ends in the middle of a
+record because the server died, the records before it are valid. This module does not depend on the
 engine or on sockets.
 """
 
@@ -29,7 +29,7 @@ _MAX_RECORD_BYTES: Final = 1 << 30
 
 
 class LoraSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """vLLM's arguments for LoRA on a server that was started with `--enable-lora`."""
+    """vLLM's LoRA arguments on a server started with `--enable-lora`."""
 
     max_loras: int
     """Value of `--max-loras`."""
@@ -65,7 +65,7 @@ class RecordingHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     kv_cache_dtype: str = "auto"
     """Value of vLLM's `--kv-cache-dtype`."""
     lora: LoraSettings | None = None
-    """vLLM's arguments for LoRA; None if the server was started without `--enable-lora`."""
+    """vLLM's LoRA arguments; None if the server was started without `--enable-lora`."""
 
 
 class ChunkOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -88,13 +88,13 @@ class RecordedChunk:
     params: DiffusionParams
     """Parameters of the request."""
     arrays: dict[str, np.ndarray]
-    """Input arrays of the request by name."""
+    """Input arrays of the request, keyed by name."""
     outcome: ChunkOutcome | None
     """Result of the chunk; None if the request was cancelled."""
 
 
 def digest_of(frames_THWC: np.ndarray) -> str:
-    """Return a digest that covers the shape, the dtype and all bytes of the frames."""
+    """Return a digest of the frames' shape, dtype and bytes."""
     digest = hashlib.blake2b(f"{frames_THWC.dtype} {frames_THWC.shape} ".encode(), digest_size=16)
     digest.update(np.ascontiguousarray(frames_THWC).data)
     return digest.hexdigest()

@@ -2,7 +2,7 @@
 """The file format of session snapshots: byte layout, and validation.
 
 A snapshot is a single safetensors file. The file's metadata contains a versioned JSON header
-(`SnapshotHeader`). The file contains the session's tensors of every rank, with names such as
+(`SnapshotHeader`). The file contains the session's tensors from every rank, with names such as
 `rank0.kv.frame3`. The front end creates the file, and each rank then copies its tensors directly
 from its device to their offsets in the file, so saving or restoring a snapshot copies its bytes
 only once.
@@ -46,8 +46,9 @@ LENGTH_BYTES: Final = 8
 """Size in bytes of the little-endian integer at the start of a file. The integer is the length of
 the table."""
 MAX_TABLE_BYTES: Final = 1 << 20
-"""Maximum size of the JSON table in bytes. The limit keeps parsing below 10 ms, because the
-endpoint and every worker parse the table between two steps."""
+"""Maximum size of the JSON table in bytes. The limit keeps the parsing time below 10 ms, because
+the endpoint and every worker parse the table between two steps.
+"""
 MAX_OBJECTS: Final = 4096
 """Maximum number of JSON objects in the table. Each tensor is one object; a session has about 65
 tensors per rank.
@@ -58,8 +59,7 @@ UNSEEN: Final = "a worker cannot access the snapshot's file: all ranks need acce
 class ParallelLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parallel layout of an engine.
 
-    The part of a snapshot that a rank has written can only be restored on the same rank of the same
-    layout.
+    A rank's part of a snapshot can be restored only on the same rank in the same layout.
     """
 
     tensor: int
@@ -69,8 +69,9 @@ class ParallelLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequence: bool = False
     """Whether the tensor-parallel ranks are sequence-parallel (Ulysses)."""
     decode: bool = False
-    """Whether tensor-parallel ranks decode together (`omni.vae_parallel`). If so, the decoder cache
-    of each rank covers one horizontal band of the frame."""
+    """Whether tensor-parallel ranks decode together (`omni.vae_parallel`). If so, each rank's
+    decoder cache contains one horizontal band of the frame.
+    """
 
     def __str__(self) -> str:
         ulysses = " (as sequence parallel)" if self.sequence else ""
@@ -79,12 +80,12 @@ class ParallelLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Identity of the model to which a session belongs."""
+    """Identity of the model that a session belongs to."""
 
     family: str
     """Name of the model family."""
     config: str
-    """Digest that covers the checkpoint's configuration, the model's options and the dtype."""
+    """Digest of the checkpoint's configuration, the model's options and the dtype."""
     parallel: ParallelLayout
     """Parallel layout of the engine."""
 
@@ -95,7 +96,7 @@ class RankPart(
     """One rank's part of a snapshot."""
 
     weights: str
-    """Digest of samples of the rank's parameters (`weights_digest`)."""
+    """Digest of sampled values of the rank's parameters (`weights_digest`)."""
     scalars: dict[str, Any]
     """Scalars of the session on this rank."""
     channels_last: list[str] = []
@@ -118,15 +119,15 @@ class SnapshotHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     chunk_index: ChunkIndex
     """Index of the session's next chunk."""
     opening: dict[str, Any]
-    """Fields of the first chunk's `DiffusionParams` that determine the size of the session."""
+    """Fields of the first chunk's `DiffusionParams` that determine the session's size."""
     ranks: list[RankPart]
-    """The ranks' parts of the snapshot, in order of rank."""
+    """The ranks' parts of the snapshot, in rank order."""
     owner: dict[str, str] | None = None
     """Owner of the session, as identified by the endpoint that wrote the file. None if the file was
     not written by an endpoint.
     """
     lora: UsedLoras = []
-    """LoRA adapters of the last chunk, which the next chunk uses unless its request specifies
+    """LoRA adapters of the last chunk. The next chunk uses them unless its request specifies
     others.
     """
     is_complete: bool = True
@@ -137,8 +138,9 @@ class SnapshotHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class RankDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Result of the RPC `describe_session`: description of one rank's part of a session, without
-    its data."""
+    """Result of the `describe_session` RPC: description of one rank's part of a session, without
+    its data.
+    """
 
     model: ModelIdentity
     """Model to which the session belongs."""
@@ -149,18 +151,18 @@ class RankDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     part: RankPart
     """The rank's part of the snapshot header."""
     tensors: dict[str, tuple[str, list[int]]]
-    """Dtype and shape of each tensor by name."""
+    """Dtype and shape of each tensor, keyed by name."""
     lora: list[UsedLora] = []
     """LoRA adapters of the last chunk."""
 
 
 class StagedRank(msgspec.Struct, frozen=True):
-    """Result of the RPC `stage_snapshot`."""
+    """Result of the `stage_snapshot` RPC."""
 
     described: RankDescription
     """Description of the rank's part of the session."""
     held_s: float
-    """Time in seconds for which the copy delayed the engine."""
+    """Time in seconds by which the copy delayed the engine."""
 
 
 def describe(
@@ -176,14 +178,14 @@ def describe(
     """Describe one rank's part of a session.
 
     Args:
-        model: Model to which the session belongs.
+        model: Model that the session belongs to.
         weights: Digest of the rank's weights.
         chunk_index: Index of the session's next chunk.
         opening: Fields of the first chunk's `DiffusionParams`; see `SnapshotHeader.opening`.
         scalars: Scalars of the session.
-        tensors: Tensors of the session by name.
+        tensors: Tensors of the session, keyed by name.
         lora: LoRA adapters of the last chunk.
-        digests: Digests of the tensors by name; see `RankPart.digests`.
+        digests: Digests of the tensors, keyed by name; see `RankPart.digests`.
 
     Raises:
         TypeError: safetensors does not support the dtype of a tensor.
@@ -236,7 +238,7 @@ _OFFSETS: Final = operator.attrgetter("data_offsets")
 
 
 def check_length(length: int) -> None:
-    """Check the length of the table, which is stored in the first 8 bytes of a file.
+    """Check the table length stored in the first 8 bytes of a file.
 
     Raises:
         RequestFailed: The table is too long (code `invalid_snapshot`).
@@ -249,7 +251,7 @@ def check_length(length: int) -> None:
 
 
 def _check_objects(count: int) -> None:
-    """Check the number of objects in JSON before it is decoded.
+    """Check the number of objects in a JSON text before the text is decoded.
 
     The number is limited because decoding a mebibyte of empty objects would block the process for
     300 ms.
@@ -267,7 +269,7 @@ def _check_objects(count: int) -> None:
 
 
 def read_header(path: Path, max_bytes: int | None = None) -> SnapshotHeader:
-    """Read and validate the header of a snapshot. The tensors are validated by each worker.
+    """Read and validate the header of a snapshot. The workers validate the tensors.
 
     Args:
         path: Path of the snapshot file.
@@ -308,7 +310,7 @@ def _checked_header(metadata: Mapping[str, str]) -> SnapshotHeader:
 
 
 def check_fits(header: SnapshotHeader, model: ModelIdentity, rank: int, weights: str) -> RankPart:
-    """Return this rank's part of a snapshot.
+    """Check that a snapshot fits this engine, and return this rank's part of the snapshot.
 
     Args:
         header: Header of the snapshot.
@@ -399,7 +401,8 @@ class OpenSnapshot:
         Args:
             rank: Rank whose tensors are returned.
             part: The rank's part of the header.
-            held: Digests, by name, of the tensors that the session to be restored already has.
+            held: Digests of the tensors that the session to be restored already has, keyed by
+                tensor name.
 
         Raises:
             RequestFailed: The table is invalid.
@@ -438,7 +441,7 @@ class OpenSnapshot:
 
 
 def check_table(path: Path) -> None:
-    """Validate the table of a file with the same checks that every worker performs.
+    """Validate the table of a file with the checks that every worker also performs.
 
     Raises:
         RequestFailed: The table is invalid.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Message exchanges with an engine's workers that save a session to a file or restore a session
+"""Exchanges of messages with an engine's workers, to save a session to a file or restore a session
 from a file.
 
-An exchange is a generator that yields calls and receives the results of all ranks, so that `LLM`
+An exchange is a generator that yields calls and receives the results of all ranks, so `LLM`
 (synchronous) and the endpoints (asynchronous) can share the code. With an `LLM`:
 
     run_exchange(save_exchange("walk", path, package_version()), llm.collective_rpc)
@@ -124,7 +124,7 @@ def copy_exchange(
     *,
     is_playing: bool,
 ) -> Exchange[tuple[SnapshotHeader, int]]:
-    """Write a session to a file, or update the file of an earlier call.
+    """Write a session to a file, or update the file from an earlier call.
 
     Args:
         session_id: Id of the session.
@@ -132,7 +132,7 @@ def copy_exchange(
             `session_busy`.
         package_version: Version of this package.
         owner: Owner of the session; see `SnapshotHeader.owner`.
-        is_playing: Whether to write while the engine continues. A session can only be resumed from
+        is_playing: Whether to write while the engine continues. A session can be resumed only from
             a file whose last version was written with `is_playing` false.
 
     Returns:
@@ -160,7 +160,7 @@ def copy_exchange(
 
 
 def _poll(method: str, name: str) -> Exchange[list[Any]]:
-    """Call a method of the workers repeatedly until none of them returns None."""
+    """Call a worker method repeatedly until no worker returns None."""
     pause_s = 0.0
     while None in (results := _results((yield WorkerCall(method, (name,), pause_s)))):
         pause_s = min(_LONGEST_LOOK_S, max(_FIRST_LOOK_S, 2 * pause_s))

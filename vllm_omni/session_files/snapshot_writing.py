@@ -49,8 +49,8 @@ class SnapshotPlan:
     head: bytes
     """First bytes of the file: the length of the table, and the table."""
     starts: list[int]
-    """Offset in the file at which each rank's tensors start. The tensors of a rank are adjacent and
-    in the order of the rank's description. The last entry is the end of the file.
+    """File offset of the start of each rank's tensors. The tensors of a rank are adjacent and in
+    the order of the rank's description. The last entry is the end of the file.
     """
 
     @property
@@ -69,7 +69,7 @@ def plan(
     """Lay out a snapshot file.
 
     Args:
-        described: Descriptions of the ranks' parts, in order of rank.
+        described: Descriptions of the ranks' parts, in rank order.
         package_version: Version of this package.
         owner: Owner of the session; see `SnapshotHeader.owner`.
         align: The size of the head is padded to a multiple of this number of bytes.
@@ -167,7 +167,7 @@ def write_tensors(
 def placed(
     starts: Sequence[int], rank: int, tensors: Mapping[str, torch.Tensor]
 ) -> list[tuple[str, int, torch.Tensor]]:
-    """Return the name, the offset in the file and the data of each tensor of a rank.
+    """Return the name, the file offset and the data of each of a rank's tensors.
 
     Raises:
         RequestFailed: The total size of the tensors has changed since they were described.
@@ -190,7 +190,7 @@ def write_bytes(
         path: Path of the snapshot file.
         starts: Offsets of the ranks in the file; see `SnapshotPlan.starts`.
         rank: Rank of this process.
-        own: Data of the rank's tensors, which are adjacent in the file.
+        own: Data of the rank's tensors. The tensors are adjacent in the file.
         part_bytes: Number of bytes per system call. Other threads can run between two calls.
 
     Raises:
@@ -206,7 +206,8 @@ def write_bytes(
 @contextmanager
 def planned_file(path: Path, starts: Sequence[int]) -> Iterator[int]:
     """Open, for writing, the file that the front end has created. Errors are converted to
-    `RequestFailed`."""
+    `RequestFailed`.
+    """
     try:
         file = path.open("r+b", buffering=0)
     except OSError:

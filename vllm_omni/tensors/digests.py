@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of tensors, computed on their device.
+"""Tensor digests, computed on the device that holds the tensors.
 
-When a session moves to another server, the two servers compare digests of its tensors. The session
-is checked in device memory, where it is used, in a fraction of the time that SHA-256 takes on the
-host. A digest detects damage and changes. Digests do not protect against deliberate manipulation,
-which the operator's key prevents.
+When a session moves to another server, the two servers compare digests of its tensors. The tensors
+are checked in device memory, where they are used, in a fraction of the time that SHA-256 would take
+on the host. Digests detect damage and changes, but do not protect against deliberate manipulation.
+The operator's key prevents manipulation.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ _LEAST_ROW_BYTES: Final = 4096
 _BLOCK_BYTES: Final = 64 << 20
 """Temporary memory in bytes for one block of rows."""
 _MOST_ROWS: Final = 1 << 12
-"""Number of rows for which factors are computed initially."""
+"""Number of factors to compute initially, one per row."""
 _MIX: Final = (-7046029254386353131, -4658895280553007687)  # odd 64-bit constants of splitmix64
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfers tensor data to and from offsets in a file, with one copy on the host.
 
-Host tensors are transferred directly between their memory and the file, many per system call.
-Strided tensors (frames of a K/V window) are transferred row by row in the same call. Device tensors
-pass through two page-locked staging buffers, each of which can hold several small tensors. While
-one buffer is copied between device and host, several threads write or read the other buffer,
-because a single thread is slower than the device. A file contains the elements of a tensor in
-logical order, regardless of the tensor's memory layout. The callers define the file format.
+Host tensors are transferred directly between their memory and the file, with many tensors per
+system call. Strided tensors (frames of a K/V window) are transferred row by row in the same call.
+Device tensors pass through two page-locked staging buffers. Each buffer can hold several small
+tensors. While one buffer is copied between device and host, several threads write or read the other
+buffer, because a single thread is slower than the device. A file contains the elements of a tensor
+in logical order, regardless of the tensor's memory layout. Callers define the file format.
 """
 
 import os
@@ -39,7 +39,7 @@ def write_at(descriptor: int, positions: Iterable[TensorAt], mapping: Array | No
         positions: Offsets in the file, and the tensors to write there.
         mapping: The file mapped into memory. If given, device tensors are written to the mapping.
             Several threads can then write at the same time, which is not possible with write calls,
-            because these lock the file. All blocks of the mapping must be allocated.
+            because they lock the file. All blocks of the mapping must be allocated.
 
     Raises:
         OSError: Writing failed.
@@ -53,7 +53,7 @@ def write_at(descriptor: int, positions: Iterable[TensorAt], mapping: Array | No
 
 
 def read_at(descriptor: int, positions: Iterable[TensorAt]) -> None:
-    """Fill each tensor with the data at its offset.
+    """Fill each tensor with the data at its file offset.
 
     Raises:
         OSError: Reading failed.
@@ -71,7 +71,8 @@ def read_at(descriptor: int, positions: Iterable[TensorAt]) -> None:
 
 def _sorted_out(positions: Iterable[TensorAt]) -> tuple[list[TensorAt], list[TensorAt]]:
     """Split the tensors into host tensors and tensors that need a staging buffer. Empty tensors are
-    dropped."""
+    dropped.
+    """
     host: list[TensorAt] = []
     staged: list[TensorAt] = []
     for slot in positions:
@@ -93,9 +94,9 @@ def _runs(
     """Yield (start, arrays) for each range of arrays that are adjacent in the file.
 
     Args:
-        positions: Offsets and tensors, in the order of the file.
+        positions: Offsets and tensors, in file order.
         turned: When reading, a list that receives each tensor whose rows are not contiguous,
-            together with the contiguous buffer that is filled in its place. None when writing; a
+            together with the contiguous buffer to fill in its place. None when writing; a
             contiguous copy of such a tensor is then written.
     """
     arrays: list[Array] = []
@@ -121,7 +122,8 @@ def _runs(
 
 def _arrays(tensor: torch.Tensor) -> list[Array] | None:
     """Return the memory of a host tensor in logical order, or None if its rows are not
-    contiguous."""
+    contiguous.
+    """
     if tensor.is_contiguous():
         return [_numpy(tensor)]
     rows = _rows(tensor)
@@ -130,7 +132,8 @@ def _arrays(tensor: torch.Tensor) -> list[Array] | None:
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor | None:
     """Merge the first two dimensions of a tensor. The result is None if the other dimensions are
-    not contiguous, or if merging would require a copy."""
+    not contiguous, or if merging would require a copy.
+    """
     if tensor.dim() <= 2 or not tensor[0, 0].is_contiguous():
         return None
     rows = tensor.flatten(0, 1)
@@ -180,7 +183,7 @@ def _in_parts(
     load: _Load,
     buffer: torch.Tensor,
 ) -> "list[Future[None]]":
-    """Split a staging buffer into parts and start a call for each of them on a thread."""
+    """Split a staging buffer into parts, and start a call on a thread for each part."""
     each = max(_LEAST_PART_BYTES, -(-load.nbytes // _THREADS))
     return [
         threads.submit(call, load.position + start, [part.numpy()])

@@ -32,9 +32,9 @@ DTYPE_NAMES: Final = {
 """safetensors names of the dtypes that a session's tensors may have."""
 _TORCH_DTYPES: Final = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 DTYPE_BYTES: Final = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
-"""Element size in bytes, by the safetensors name of the dtype."""
+"""Element size in bytes, keyed by the safetensors name of the dtype."""
 CHANNELS_LAST: Final = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""Channels-last memory formats, by number of dimensions. A tensor that was saved in one of these
+"""Channels-last memory formats, keyed by number of dimensions. A tensor saved in one of these
 formats is restored in the same format."""
 
 ChunkIndex = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
@@ -44,7 +44,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """Entry for one tensor in the table of a snapshot.
+    """Entry for one tensor in a snapshot's table.
 
     The defaults exist only because the `__metadata__` entry of the table has none of these fields
     and is decoded as the same type. `OpenSnapshot` rejects tensors whose entries have the default
@@ -64,7 +64,7 @@ class SavedTensors:
 
     The caller requests the tensors one by one with `fill` and `take_tensor`. A tensor is validated
     when it is requested. `read_tensors` and `finish` read the data of all requested tensors
-    together; until then, new tensors are uninitialized. `fill` does not read tensors that are
+    together; until then, new tensors are uninitialised. `fill` does not read tensors that are
     `in_place`, because the session already has their data. A tensor that is neither requested nor
     skipped is an error. After `finish`, the object no longer needs the file.
     """
@@ -100,14 +100,16 @@ class SavedTensors:
         )
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the sorted names of the tensors that start with `prefix` and have not been
-        requested or skipped."""
+        """Return, in sorted order, the names that start with `prefix`. Tensors that have already
+        been requested or skipped are left out.
+        """
         whole, length = self._prefix + prefix, len(self._prefix)
         return sorted(name[length:] for name in self._left if name.startswith(whole))
 
     def shape(self, name: str) -> list[int] | None:
-        """Return the saved shape of a tensor. The result is None if there is no tensor with this
-        name, or if it has already been requested or skipped."""
+        """Return the saved shape of a tensor, or None if there is no tensor with this name or the
+        tensor has already been requested or skipped.
+        """
         stored = self._left.get(self._prefix + name)
         return None if stored is None else stored.shape
 
@@ -115,7 +117,7 @@ class SavedTensors:
         """Request that existing tensors be filled with saved data.
 
         Args:
-            targets: Tensors to fill, by the name of the saved tensor.
+            targets: Tensors to fill, keyed by the name of the saved tensor.
 
         Raises:
             RequestFailed: A tensor is missing or has the wrong shape or dtype (code
@@ -129,9 +131,9 @@ class SavedTensors:
     def take_tensor(
         self, name: str, device: torch.device | str, dtype: torch.dtype, shape: Sequence[int]
     ) -> torch.Tensor:
-        """Request a new tensor on `device`, in the memory format in which it was saved.
+        """Request a new tensor on `device`, in its saved memory format.
 
-        The tensor is uninitialized until `read_tensors` or `finish` fills it.
+        The tensor is uninitialised until `read_tensors` or `finish` fills it.
 
         Raises:
             RequestFailed: The tensor is missing or has the wrong shape or dtype (code
@@ -191,8 +193,7 @@ class SavedTensors:
 
 
 def read_scalars(scalars: Mapping[str, Any], kind: type[S]) -> S:
-    """Convert the scalars of a rank to the Struct `kind`. The types of the scalars are checked
-    strictly.
+    """Convert a rank's scalars to the Struct `kind`. The types of the scalars are checked strictly.
 
     Raises:
         RequestFailed: A scalar is invalid (code `invalid_snapshot`). The message names the field.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provides `ARGPUModelRunner` under the module path that other integrations import.
+"""Provides `ARGPUModelRunner` at the module path that other integrations import.
 
-The class is the V1 runner of language models for the current platform.
+The class is the V1 runner for language models on the current platform.
 """
 
 from typing import Any

@@ -19,7 +19,7 @@ _CLASSES = {
         "diffusion.cpu_worker:DiffusionCPUWorker",
     ),
 }
-"""Worker class for GPUs and worker class for CPUs, by name."""
+"""For each name, the worker class for GPUs and the worker class for CPUs."""
 __all__ = ["ARGPUWorker", "DiffusionGPUWorker", "SharedGPUWorker"]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provides `DiffusionGPUWorker` under the module path that other integrations import.
+"""Provides `DiffusionGPUWorker` at the module path that other integrations import.
 
 The name resolves to the worker class for the current platform.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provides `DiffusionGPUModelRunner` under the module path that other integrations import."""
+"""Provides `DiffusionGPUModelRunner` at the module path that other integrations import."""
 
 from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds that are shipped with the package. These worlds were trained with `training/` and are
-ordinary checkpoints."""
+"""Worlds shipped with the package. These worlds were trained with `training/` and are ordinary
+checkpoints.
+"""
 
 from pathlib import Path
 

@@ -2,9 +2,9 @@
 """`world.json` of a checkpoint directory: sizes, prompts and start images of a world.
 
 A checkpoint of any model may have a world description. The config parser passes the description to
-the endpoints (`CONFIG_KEY`). Sizes and model options in the description are the defaults of
-`vllm serve`, and the images that the description names are served with the web page. This module
-does not depend on a model or on sockets.
+the endpoints (`CONFIG_KEY`). `vllm serve` uses the sizes and model options in the description as
+defaults, and the web page is served with the images that the description names. This module does
+not depend on a model or on sockets.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class WorldPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A prompt that the web page offers as a button."""
 
     name: Name
-    """Name of the prompt, which is shown as the text of the button."""
+    """Name of the prompt, shown as the button text."""
     text: Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
     """Text of the prompt."""
 
@@ -45,13 +45,13 @@ class StartImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     file: ImageFile
     """Path of the image, relative to the checkpoint directory."""
     x_m: float
-    """Position of the camera to the east, in metres."""
+    """East coordinate of the camera, in metres."""
     z_m: float
-    """Position of the camera to the north, in metres."""
+    """North coordinate of the camera, in metres."""
     heading_degrees: float
-    """Direction of the view in degrees, clockwise from north."""
+    """View direction in degrees, clockwise from north."""
     pitch_degrees: float = 0.0
-    """Angle of the view above the horizon in degrees."""
+    """View angle above the horizon, in degrees."""
 
 
 class WorldMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -76,14 +76,15 @@ class WorldTour(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """A prepared walk for demonstrations."""
 
     start: ImageFile
-    """Path of the start image, which is one of the world's start images."""
+    """Path of the start image. It must be one of the world's start images."""
     seed: int
     """Seed of the walk's session."""
     keys: list[Annotated[str, msgspec.Meta(pattern=r"^[a-z]*\Z")]]
-    """Letters of the keys that are held in each latent frame."""
+    """Letters of the keys held during each latent frame."""
     prompts: list[tuple[int, Name]]
-    """Pairs of a latent frame and the name of the prompt that applies from this frame on. The first
-    pair starts at frame 0."""
+    """Pairs of a latent frame's index and the name of the prompt that applies from this frame on.
+    The first pair starts at frame 0.
+    """
     truth: Video | None = None
     """Video of the same walk rendered from the original world, with one frame per generated frame.
     """
@@ -100,8 +101,7 @@ class WorldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Text that describes what the world contains, and how it responds to images from other
     sources."""
     sizes: Annotated[tuple[tuple[Side, Side], ...], msgspec.Meta(min_length=1)]
-    """Sizes (width, height) in pixels at which the model was trained. The first size is the
-    default."""
+    """Video sizes (width, height), in pixels, used in training. The first size is the default."""
     metres_per_unit: Annotated[float, msgspec.Meta(gt=0)]
     """Length in metres of one unit of camera translation."""
     prompts: tuple[WorldPrompt, ...] = ()
@@ -111,19 +111,19 @@ class WorldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     focal: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """Focal length of the camera divided by the image width. Default: the model's focal length."""
     map: WorldMap | None = None
-    """Map of the world. Default: the world has no map."""
+    """Map of the world. Default: no map."""
     grid: WorldGrid | None = None
     """Occupancy grid with cells that cameras cannot enter. Default: cameras can go anywhere."""
     pitch_limit_degrees: Annotated[float, msgspec.Meta(ge=0, le=PITCH_LIMIT_DEGREES)] = (
         PITCH_LIMIT_DEGREES
     )
-    """Largest angle of the view above or below the horizon that can be reached with keys and axes,
-    in degrees. Used only if the model receives the world pose.
+    """Largest view angle above or below the horizon, in degrees, that can be reached with keys and
+    axes. Used only if the model receives the world pose.
     """
     tour: WorldTour | None = None
-    """Prepared walk for demonstrations. Default: the world has no prepared walk."""
+    """Prepared walk for demonstrations. Default: no prepared walk."""
     model: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Defaults of options in `omni.model`, which override the defaults of a preset
+    """Defaults for options in `omni.model`. They override the defaults of a preset
     (`model_executor/presets.py`)."""
 
     def __post_init__(self) -> None:
@@ -164,7 +164,7 @@ class WorldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         )
 
     def as_hello(self) -> dict[str, Any]:
-        """Return the fields that the world adds to the hello message of an endpoint."""
+        """Return the fields that the world adds to an endpoint's hello message."""
         reported = msgspec.to_builtins(self)
         names = ("title", "about", "sizes", "metres_per_unit", "prompts", "starts", "map")
         return {**{name: reported[name] for name in names}, "has_walls": self.grid is not None}

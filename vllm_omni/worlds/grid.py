@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`OccupancyGrid`: the areas of a world's ground that cannot be entered.
+"""`OccupancyGrid`: the parts of a world's ground that cannot be entered.
 
 The grid is stored as an image next to `world.json`. In the image, north is up, the position (0, 0)
 is in the centre, and blocked cells are black. The world repeats after the side length of the grid.
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class OccupancyGrid:
-    """Grid of cells on the ground, some of which are blocked."""
+    """Grid of blocked and free cells on the ground."""
 
     cells: torch.Tensor
     """Whether each cell is blocked, bool [rows, columns]. Row 0 is the northern edge."""
@@ -25,7 +25,7 @@ class OccupancyGrid:
         """Return whether positions are in blocked cells.
 
         Args:
-            positions_2: Positions x and z in metres, fp64 [..., 2].
+            positions_2: x and z positions in metres, fp64 [..., 2].
 
         Returns:
             Whether each position is in a blocked cell, bool [...].

@@ -34,14 +34,14 @@ class ChecksumManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Annotated[str, msgspec.Meta(pattern=r"^(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_./-]*\Z")],
         FileEntry,
     ]
-    """Expected files, by path relative to the directory, with `/` as the separator."""
+    """Expected files, keyed by path relative to the directory, with `/` as the separator."""
 
 
 def write_manifest(folder: Path, write_again: str) -> ChecksumManifest:
-    """Write the manifest of a directory for its current files.
+    """Write a manifest of a directory's current files.
 
     Args:
-        folder: Directory for which the manifest is written.
+        folder: Directory to write the manifest for.
         write_again: Command that recreates the directory; see `ChecksumManifest.write_again`.
     """
     paths = sorted(
@@ -79,7 +79,8 @@ def check_files(folder: Path, remedy: str | None = None) -> None:
             manifest.
 
     Raises:
-        ValueError: A file is missing or differs; the message names the first such file.
+        ValueError: A file is missing or differs from its manifest entry. The message names the
+            first such file.
     """
     manifest = read_manifest(folder)
     if manifest is None:

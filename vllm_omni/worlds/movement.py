@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Movement of cameras by held keys, analog controls and velocities. All code of the package that
-moves cameras uses this module.
+"""Camera movement by held keys, analog controls and velocities. All code in the package that moves
+cameras uses this module.
 
 A camera first rotates and then moves in the horizontal plane along its new view. In a world with an
 occupancy grid, cameras stop at blocked cells and slide along them. The server, the training data
-and the ground truth for evaluation use the same functions, so that their poses agree.
+and the ground truth for evaluation use the same functions, so their poses agree.
 
 A pose is a 4x4 camera-to-world matrix with OpenCV axes (x right, y down, z forward). This module
 needs only torch.
@@ -23,15 +23,13 @@ from vllm_omni.worlds.grid import OccupancyGrid
 
 YAW_DEGREES: Final = 6.0
 PITCH_DEGREES: Final = 4.0
-"""Angle in degrees by which a view rotates up or down during one latent frame while a look key is
-held."""
+"""Rotation of a view up or down, in degrees per latent frame, while a look key is held."""
 PITCH_LIMIT_DEGREES: Final = 85.0
-"""Largest angle of a view above or below the horizon in degrees, unless a world has a smaller
-limit."""
+"""Largest view angle above or below the horizon, in degrees. A world can have a smaller limit."""
 
 _SUBSTEPS: Final = 8
-"""Number of substeps into which the movement of one latent frame is divided. Each substep is
-shorter than a cell, so that no cell is skipped.
+"""Number of substeps per latent frame of movement. Each substep is shorter than a cell, so that no
+cell is skipped.
 """
 _SLIDES_DEGREES: Final = (0, 15, -15, 30, -30, 45, -45, 60, -60, 75, -75)
 """Directions in which a camera may slide if a substep is blocked, in degrees relative to the
@@ -50,9 +48,9 @@ class CameraMotion:
     up: torch.Tensor
     """Number of steps upwards."""
     yaw_degrees: torch.Tensor
-    """Angle in degrees by which the view rotates to the right."""
+    """Rotation of the view to the right, in degrees."""
     pitch_degrees: torch.Tensor
-    """Angle in degrees by which the view rotates upwards."""
+    """Upward rotation of the view, in degrees."""
 
     @classmethod
     def of_keys(
@@ -62,12 +60,12 @@ class CameraMotion:
         yaw_degrees: float = YAW_DEGREES,
         pitch_degrees: float = PITCH_DEGREES,
     ) -> "CameraMotion":
-        """Return the motion of cameras with held keys. Opposite keys cancel each other.
+        """Return the motion of cameras while keys are held. Opposite keys cancel each other.
 
         Args:
             held: Letters of the held keys, one string per camera.
-            yaw_degrees: Angle in degrees by which a look key rotates the view to the side.
-            pitch_degrees: Angle in degrees by which a look key rotates the view up or down.
+            yaw_degrees: Sideways rotation of the view by a look key, in degrees.
+            pitch_degrees: Upward or downward rotation of the view by a look key, in degrees.
         """
 
         def difference(plus: str, minus: str) -> torch.Tensor:
@@ -94,8 +92,8 @@ def move_cameras(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Move cameras by one latent frame.
 
-    A pitch rotation that would exceed the limit is ignored completely, unless it moves the view
-    back from beyond the limit. Diagonal movement is not normalised.
+    A pitch rotation that would exceed the limit is ignored entirely, unless it moves the view back
+    from beyond the limit. Diagonal movement is not normalised.
 
     Args:
         poses_N44: Poses of the cameras, fp64. With a grid, positions are in metres in world
@@ -105,10 +103,10 @@ def move_cameras(
         step: Length of one step in the unit of the positions.
         grid: Grid of blocked cells, or None if no cells are blocked. If a grid is given, cameras
             also keep their height.
-        pitch_limit_degrees: Largest angle of a view above or below the horizon in degrees.
+        pitch_limit_degrees: Largest view angle above or below the horizon, in degrees.
 
     Returns:
-        The new poses and pitches as new tensors.
+        The new poses and pitches, as new tensors.
     """
     after_N = (pitch_N + motion.pitch_degrees).abs()
     look_N = torch.where(
@@ -145,10 +143,10 @@ def world_pose(
     """Return the pose of a camera at eye height, fp64 [4, 4], with positions in metres.
 
     Args:
-        x_m: Position to the east in metres.
-        z_m: Position to the north in metres.
-        heading_degrees: Direction of the view in degrees, clockwise from north.
-        pitch_degrees: Angle of the view above the horizon in degrees.
+        x_m: East coordinate in metres.
+        z_m: North coordinate in metres.
+        heading_degrees: View direction in degrees, clockwise from north.
+        pitch_degrees: View angle above the horizon, in degrees.
     """
     pose_44 = torch.eye(4, dtype=torch.float64)
     yaw, pitch = (
@@ -160,12 +158,12 @@ def world_pose(
 
 
 def pitch_of(pose_44: torch.Tensor) -> float:
-    """Return the angle of a pose's view above the horizon in degrees."""
+    """Return a pose's view angle above the horizon, in degrees."""
     return math.degrees(math.asin(-min(1.0, max(-1.0, float(pose_44[1, 2])))))
 
 
 def heading_of(pose_44: torch.Tensor) -> float:
-    """Return the direction of a pose's view in degrees, clockwise from north, in [0, 360)."""
+    """Return a pose's view direction in degrees, clockwise from north, in [0, 360)."""
     return math.degrees(math.atan2(float(pose_44[0, 2]), float(pose_44[2, 2]))) % 360.0
 
 
@@ -183,7 +181,7 @@ def _horizontal(direction_N3: torch.Tensor) -> torch.Tensor:
 
 
 def _walk(position_N2: torch.Tensor, move_N2: torch.Tensor, grid: OccupancyGrid) -> torch.Tensor:
-    """Return the positions x and z at which cameras arrive after a movement.
+    """Return the x and z positions of cameras after a movement.
 
     A camera that starts in a blocked cell may leave the cell in any direction.
     """

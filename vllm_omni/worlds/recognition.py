@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StartImages`: recognizes the world's own start images, whose poses are known.
+"""`StartImages`: recognises the world's own start images, whose poses are known.
 
-An image is stretched to 40x24 and 20x12 pixels, just as sessions stretch start images to their
-size, and compared with each start image. Two distances must be small: the root mean square
+An image is stretched to 40x24 and 20x12 pixels, just as a session stretches its start image to its
+video size, and is compared with each start image. Two distances must be small: the root mean square
 difference at 40x24, and the largest mean difference of a 2x2 block at 20x12, both divided by the
-standard deviation of the start image. The limits were chosen with the nine start images of the
-village. The images that must be accepted are start images after JPEG compression at quality 50,
+standard deviation of the start image. The limits were chosen based on the village's nine start
+images. The images that must be accepted are start images after JPEG compression at quality 50,
 resizing to half or double size, or one of four filters. The images that must be rejected are
 renders from half a metre away or rotated by 5 degrees.
 
-| distance | largest of accepted | smallest of rejected | limit |
+| distance | largest accepted | smallest rejected | limit |
 |---|---|---|---|
 | root mean square | 0.23 | 0.32 | 0.27 |
 | largest block | 0.32 | 0.47 | 0.38 |
 
-Pixel differences are summed exactly, as integers, so every rank gets the same result.
+Pixel differences are summed exactly, as integers, so every rank computes the same result.
 """
 
 # S start images, H height, W width
@@ -64,7 +64,7 @@ class StartImages:
         )
 
     def recognise(self, image_HW3: torch.Tensor) -> StartImage | None:
-        """Return the start image that an image shows, or None if it shows none of them.
+        """Return the start image that matches an image, or None if no start image matches.
 
         The comparison takes less than a millisecond for an image of a session's size.
 

@@ -24,7 +24,7 @@ class ServedWorld:
     grid: OccupancyGrid | None
     """Grid of blocked cells, or None if cameras can go anywhere."""
     pitch_limit_degrees: float
-    """Largest angle of the view above or below the horizon in degrees."""
+    """Largest view angle above or below the horizon, in degrees."""
     starts: StartImages
     """Start images of the world, whose poses are known."""
 
@@ -53,8 +53,8 @@ class ServedWorld:
         )
 
     def recognised_pose(self, image_HW3: torch.Tensor) -> torch.Tensor | None:
-        """Return the world pose [4, 4] of the start image that an image shows, or None if it shows
-        none of them.
+        """Return the world pose [4, 4] of the start image that matches an image, or None if no
+        start image matches.
 
         Args:
             image_HW3: uint8 image of any size.

@@ -20,13 +20,13 @@ class StartPose(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """World pose of a start image."""
 
     x_m: Metres
-    """Position of the camera to the east, in metres."""
+    """East coordinate of the camera, in metres."""
     z_m: Metres
-    """Position of the camera to the north, in metres."""
+    """North coordinate of the camera, in metres."""
     heading_degrees: Degrees
-    """Direction of the view in degrees, clockwise from north."""
+    """View direction in degrees, clockwise from north."""
     pitch_degrees: Annotated[float, msgspec.Meta(ge=-85, le=85)] = 0.0
-    """Angle of the view above the horizon in degrees."""
+    """View angle above the horizon, in degrees."""
 
     def as_option(self) -> dict[str, dict[str, float]]:
         """Return the pose as an entry of `DiffusionParams.options`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs LingBot World with the pipeline of NVIDIA FlashDreams (commit d5c4ce0).
+"""Runs LingBot World with NVIDIA FlashDreams' pipeline (commit d5c4ce0).
 
 recipe   its configuration with torch.compile (mode "default", because its autotuning takes
          more than five minutes) and CUDA graphs
@@ -59,7 +59,7 @@ def use_native_kernels():
 
 
 class TorchWithPlainMin:
-    """Replacement for `torch` in the module of the K/V cache, because `torch.sym_min` causes a
+    """Replacement for `torch` in the K/V cache module. It avoids `torch.sym_min`, which causes a
     graph break in PyTorch 2.11.
     """
 
@@ -182,4 +182,4 @@ def main():
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # threads of the package would keep the process alive
+    os._exit(0)  # the package's threads would keep the process alive

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs LingBot World or causal Wan with the pipeline stages of SGLang 0.5.23 (multimodal_gen).
+"""Runs LingBot World or causal Wan with SGLang 0.5.23's pipeline stages (multimodal_gen).
 
-recipe      LingBot World as its own test starts it (eager, VAE in fp32)
+recipe      LingBot World as SGLang's own test starts it (eager, VAE in fp32)
 best        with the VAE in bf16 and the fused VAE kernels, which its realtime stage leaves off
 causal_wan  causal Wan 1.3B; SGLang decodes a whole clip, so the decode time is split over chunks
 """
@@ -28,14 +28,14 @@ COMPONENTS = {
     "scheduler": ["diffusers", "UniPCMultistepScheduler"],
 }
 SKIPPED_STAGES = ("RealtimeInputValidationStage", "RealtimeTextEncodingStage", "ImageEncodingStage")
-"""Stages that do no work in a chunk of the steady state: validation of HTTP requests, and the
+"""Stages that do no work for a chunk in the steady state: HTTP request validation, and the
 encoders.
 """
 
 
 def use_native_layers():
-    """For dry runs, replace CPU kernels with plain torch, because the wheel does not contain
-    them.
+    """For dry runs, replace SGLang's CPU kernels, which the wheel does not contain, with plain
+    torch.
     """
     from sglang.kernels.ops.diffusion.modulate import scale_shift_triton
     from sglang.multimodal_gen.runtime.layers import layernorm
@@ -54,7 +54,7 @@ def use_native_layers():
 
 
 def start(config, root):
-    """Set up the process in the same way as a GPU worker of SGLang, and return the server's
+    """Set up the process in the same way as an SGLang GPU worker, and return the server
     arguments.
     """
     from sglang.multimodal_gen.runtime.distributed import parallel_state
@@ -90,7 +90,7 @@ def start(config, root):
 
 
 def make_transformer(args, cls, config, hf_config: dict[str, Any]):
-    """Build a transformer on the meta device, as SGLang's loader does, and give it random
+    """Build a transformer on the meta device, as SGLang's loader does, and fill it with random
     weights.
     """
     from sglang.multimodal_gen.runtime.loader import fsdp_load, utils
@@ -109,8 +109,8 @@ def make_transformer(args, cls, config, hf_config: dict[str, Any]):
 
 
 def make_vae(args, config, server):
-    """Return the VAE in the state in which SGLang's loader leaves it, with random weights, and its
-    memory layout.
+    """Return the VAE and its memory layout. The VAE has random weights, and is prepared as SGLang's
+    loader would prepare it.
     """
     from sglang.multimodal_gen.runtime.loader.component_loaders import vae_loader
     from sglang.multimodal_gen.runtime.loader.utils import finalize_loaded_model, initialize_model
@@ -181,7 +181,7 @@ def lingbot_world(args):
     gate = fast_path_gate._VAE_FAST_PATH_GATES.get(vae)
     if best and gate is not None:
         gate.enabled = True
-    # Otherwise, the check of the checkpoint's files would report missing weights.
+    # Otherwise, the checkpoint file check would report missing weights.
     LingBotWorldCausalDMDPipeline._load_config = lambda self: index
     modules = {"transformer": transformer, "vae": vae, "text_encoder": torch.nn.Identity()}
     modules |= {"tokenizer": object(), "scheduler": object()}
@@ -266,7 +266,7 @@ def causal_wan(args):
     arch.__post_init__()
     server = start(config, tempfile.gettempdir())
     transformer = make_transformer(args, CausalWanTransformer3DModel, config.dit_config, {})
-    for block in transformer.blocks:  # as released, the block passes a cache that forward refuses
+    for block in transformer.blocks:  # the released block passes a cache that forward rejects
 
         def attend(x, context=None, context_lens=None, crossattn_cache=None, block=block):
             return block._cross_attn_with_cache(x, context, crossattn_cache)
@@ -293,8 +293,8 @@ def causal_wan(args):
     shape = (1, 16, args.chunks * 3, args.height // 8, args.width // 8)
 
     def run_clip():
-        """Run a clip and return the milliseconds of its decode. The times of the chunks are added
-        to `times_ms`.
+        """Run a clip and return its decode time in milliseconds. Append the chunk times to
+        `times_ms`.
         """
         times_ms.clear()
         frames = (args.chunks * 3 - 1) * 4 + 1
@@ -365,4 +365,4 @@ def main():
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # threads of the package would keep the process alive
+    os._exit(0)  # the package's threads would keep the process alive

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs LingBot World Fast with the pipeline of TeleFuser 0.1.0.post3.
+"""Runs LingBot World Fast with TeleFuser 0.1.0.post3's pipeline.
 
     recipe   its streaming example with window and sink: eager, PyTorch's SDPA
-    best     FlashAttention 3 by the package's own `attention`, channels-last VAE, torch.compile
+    best     FlashAttention 3 through its own `attention`, channels-last VAE, torch.compile
 
-The released pipeline has no options for attention and compilation. `best` connects parts of the
+The released pipeline has no options for attention or compilation. `best` combines parts of the
 package in the same way as TeleFuser's later code.
 """
 
@@ -23,7 +23,7 @@ from driver import DTYPE
 def provide_flash_attention(args):
     """Provide fa3-fwd under the name that TeleFuser imports, and return whether it can be used.
 
-    TeleFuser looks for FlashAttention 3 only if a module `flash_attn` exists.
+    TeleFuser looks for FlashAttention 3 only if a `flash_attn` module exists.
     """
     if args.tiny:
         return False
@@ -83,13 +83,13 @@ def main():
             return driver.random_text(args.device, transformer.text_dim)
 
         def tensor2video(self, frames_CTHW):
-            """Convert frames to uint8 on the device, which favours TeleFuser, because the package
-            copies float32 frames to the host.
+            """Convert frames to uint8 on the device. This favours TeleFuser, because the original
+            method copies float32 frames to the host.
             """
             return driver.to_host_uint8((frames_CTHW.float() + 1) / 2)
 
     class Functional:
-        """Replacement for `torch.nn.functional` in the transformer's module, with the package's
+        """Replacement for `torch.nn.functional` in the transformer's module. It uses the package's
         attention.
         """
 
@@ -178,7 +178,7 @@ def main():
 
 
 def poses(first, count):
-    """Return camera poses [count, 4, 4] of a forward walk with a slow turn."""
+    """Return the camera poses of a forward walk with a slow turn. Shape: [count, 4, 4]."""
     matrices = numpy.tile(numpy.eye(4, dtype=numpy.float32), (count, 1, 1))
     angles = 0.02 * numpy.arange(first, first + count)
     matrices[:, 0, 0] = matrices[:, 2, 2] = numpy.cos(angles)
@@ -189,4 +189,4 @@ def poses(first, count):
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # threads of the package would keep the process alive
+    os._exit(0)  # the package's threads would keep the process alive

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs LingBot World with vllm-omni 0.30: its DiffusionEngine with the settings of its stepwise
-recipe.
+"""Runs LingBot World with vllm-omni 0.30's DiffusionEngine and the settings of its stepwise recipe.
 
 recipe   deploy/lingbot_world_v2_stepwise.yaml as it is (eager)
 best     torch.compile with static shapes, contiguous K/V and fused VAE decode kernels
@@ -21,8 +20,8 @@ import torch
 from driver import DTYPE
 
 ROOMY_BYTES = 100e9
-"""GPU memory above which `best` stages its K/V history, which takes up 24 GB in addition to a
-session of 41 GB.
+"""GPU memory above which `best` stages its K/V history. The staged history takes up 24 GB, in
+addition to the session's 41 GB.
 """
 SCHEDULER = {
     "_class_name": "UniPCMultistepScheduler",
@@ -40,7 +39,7 @@ SCHEDULER = {
 
 
 def use_cpu_platform():
-    """Add a CPU platform to the package for dry runs, because it has none for diffusion."""
+    """For dry runs, add a CPU platform for diffusion, which the package lacks."""
     kernels = "vllm._C_stable_libtorch"  # this module needs libcuda, and the platforms import it
     sys.modules[kernels] = types.ModuleType(kernels)
     import vllm.platforms
@@ -95,7 +94,7 @@ def use_cpu_platform():
 
 
 def write_checkpoint():
-    """Write the small files of a checkpoint, without its weights."""
+    """Write a checkpoint's small files, without its weights."""
     root = Path(tempfile.mkdtemp(prefix="peers_"))
     for name, content in {
         "model_index.json": {"_class_name": "LingBotWorldCausalDMDPipeline"},
@@ -122,7 +121,7 @@ class TextEncoder(torch.nn.Module):
 
 
 def replace_loading(args):
-    """Replace the functions with which the package reads a checkpoint."""
+    """Replace the functions that the package uses to read a checkpoint."""
     from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
     from vllm_omni.diffusion.models.lingbot_world import pipeline as lingbot
 

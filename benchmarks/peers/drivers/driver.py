@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that all drivers share: arguments, random weights, timing, and the file with the
-measurements.
+"""Functions that all drivers share: parsing arguments, generating random weights, timing chunks,
+and writing the measurements.
 
-A driver runs in the Python path of one peer, so this module must not import this project.
+A driver runs with the Python path of one peer, so this module must not import this project.
 """
 
 import argparse
@@ -22,11 +22,11 @@ shape.
 """
 PROMPT = "a coast road in the evening"
 CAMERA_ACTIONS = [["w"], ["w", "j"], ["w"]]
-"""Keys of the three latent frames of a chunk: forward, with a turn to the left in the middle."""
+"""Keys for a chunk's three latent frames: forward, with a left turn in the second frame."""
 
 
 def parse_arguments(*variants: str) -> argparse.Namespace:
-    """Parse the command line with which `python -m benchmarks.peers run` starts a driver."""
+    """Parse the arguments that `python -m benchmarks.peers run` passes to a driver."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--variant", choices=variants, default=variants[0])
     parser.add_argument("--result", type=Path, required=True, help="file for the measurements")
@@ -42,10 +42,11 @@ def parse_arguments(*variants: str) -> argparse.Namespace:
 def fill_with_random_weights(
     module: torch.nn.Module, device: torch.device, dtype: torch.dtype | None = None
 ) -> int:
-    """Create parameters that are on the meta device, fill all of them and return their number.
+    """Materialise the parameters that are on the meta device, fill all parameters and return their
+    number.
 
-    Weights are drawn from a normal distribution with a standard deviation of 0.02. The weights of
-    norms are 1 and biases are 0, so that the values in a deep network remain finite.
+    Weights are drawn from a normal distribution with a standard deviation of 0.02. Norm weights are
+    1 and biases are 0, which keeps the values in a deep network finite.
     """
     generator = torch.Generator(device=device).manual_seed(0)
     parameters = 0
@@ -89,7 +90,7 @@ def synchronize() -> None:
 
 
 def time_chunks(args: argparse.Namespace, run_chunk: Callable[[int], Any]) -> list[float]:
-    """Return the milliseconds of each chunk. `run_chunk` returns the chunk's uint8 frames."""
+    """Return each chunk's time in milliseconds. `run_chunk` returns the chunk's uint8 frames."""
     times_ms = []
     for index in range(args.chunks):
         synchronize()
@@ -117,11 +118,11 @@ def save(
     """Write the measurements.
 
     Args:
-        chunks_ms: Milliseconds of all chunks, in order. Chunks from index `args.steady_from` are in
-            the steady state.
-        settings: Settings of the run: window, steps, precision and options of the peer.
-        fast_paths: Fast paths of the peer, and whether each one was on.
-        replaced: Components of the peer that were replaced in this run.
+        chunks_ms: Times of all chunks in milliseconds, in order. Chunks from index
+            `args.steady_from` on are in the steady state.
+        settings: The run's settings: window, steps, precision and the peer's options.
+        fast_paths: The peer's fast paths, and whether each fast path was on.
+        replaced: The peer's components that were replaced in this run.
     """
     import numpy
     import transformers

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces kernels of SGLang's compiled packages that do not load.
+"""Replaces SGLang kernels whose compiled packages cannot be loaded.
 
-sglang-kernel 0.4.10 is built for torch 2.14. The libraries of sglang-kernel do not load under torch
-2.11 because a symbol is missing. FlashInfer and CuTe DSL are not installed because they are several
-hundred megabytes each. The realtime path uses five operations of these packages, which this module
-replaces with SGLang's own kernels in CUDA C++ or Triton, and with FlashAttention 3 from fa3-fwd.
-All other names of `sgl_kernel` can be imported but not called.
+sglang-kernel 0.4.10 is built for torch 2.14. Its libraries do not load under torch 2.11 because a
+symbol is missing. FlashInfer and CuTe DSL are not installed because they are several hundred
+megabytes each. The realtime path uses five operations from these packages. This module replaces
+these operations with SGLang's own kernels in CUDA C++ or Triton, and with FlashAttention 3 from
+fa3-fwd. All other names of `sgl_kernel` can be imported but not called.
 """
 
 import glob
@@ -19,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 
 calls: Counter[str] = Counter()
-"""Number of calls of each replaced operation."""
+"""Number of calls to each replaced operation."""
 REPLACED = [
     "RMSNorm: SGLang's CUDA kernel instead of sglang-kernel's",
     "RoPE: SGLang's CUDA kernel instead of FlashInfer's",
@@ -93,16 +93,16 @@ def flash_attn_varlen_func(
     out=None,
     **defaults,
 ):
-    """Run FlashAttention 3 through fa3-fwd's operator, because its Python function also records
-    gradients.
+    """Run FlashAttention 3 through fa3-fwd's operator, because fa3-fwd's Python function also
+    records gradients.
     """
     import fa3_fwd_interface  # noqa: F401  registers the operator
     import torch
 
     calls["FlashAttention 3"] += 1
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    # The arguments have the order of `_flash_attn_forward` in that module: inputs, lengths, nine
-    # tensors that are not needed (pages, RoPE and scales), and settings.
+    # The arguments are in the order of `_flash_attn_forward`'s parameters in that module: inputs,
+    # lengths, nine tensors that are not needed (pages, RoPE and scales), and settings.
     inputs = (q, k, v, None, None, None, out, cu_seqlens_q, cu_seqlens_k)
     lengths = (None, None, None, max_seqlen_q, max_seqlen_k)
     settings = (scale, causal, *window_size, 0, softcap, False, None, 1, None, 0)
@@ -184,7 +184,7 @@ def find_cuda():
         os.environ.setdefault("CUDA_HOME", toolkits[0])
     folders = [f"{path}/nvidia/cu13/lib/libcudart.so*" for path in sys.path]
     libraries = [file for folder in folders for file in glob.glob(folder)]
-    if libraries:  # in torch's package, the library lacks the name that the linker searches for
+    if libraries:  # torch's copy lacks the name that the linker searches for
         folder = tempfile.mkdtemp(prefix="peers_cudart_")
         os.symlink(libraries[0], f"{folder}/libcudart.so")
         os.environ["LIBRARY_PATH"] = f"{folder}:{os.environ.get('LIBRARY_PATH', '')}"

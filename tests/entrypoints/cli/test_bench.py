@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni bench` lists and runs the benchmarks of a checkout and compares their results."""
+"""`vllm-omni bench` lists and runs the benchmarks in a checkout and compares two result files."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def run(*arguments: str) -> int:
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a checkout with one benchmark, which is the current directory. The package is
+    """Return a checkout that contains one benchmark and is the current directory. The package is
     installed elsewhere.
     """
     folder = tmp_path / "benchmarks"
@@ -75,8 +75,8 @@ def test_a_benchmark_runs_with_its_own_arguments_and_status(
 def test_json_prints_the_result_and_nothing_else(
     checkout: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """With `--json`, stdout contains only the result, for use by programs, and all other output
-    goes to stderr.
+    """With `--json`, stdout contains only the result, so programs can parse it, and all other
+    output goes to stderr.
     """
     assert run("--json", "count") == 0
     captured = capfd.readouterr()
@@ -114,8 +114,9 @@ def write(path: Path, **content: Any) -> str:
 
 @pytest.fixture
 def results(tmp_path: Path) -> tuple[str, str]:
-    """Return two results that differ as follows: a row moved, a time and a rate got worse, a count
-    changed, and a row is new.
+    """Return the paths of two result files that differ as follows: the rows are in a different
+    order, a time and a rate are worse, a count has changed, a row is new, and the torch versions
+    differ.
     """
     common = {"date": "2026-01-01", "versions": {"torch": "2"}}
     slow = {"name": "slow", "wall_ms": {"p50": 10.0}}
@@ -138,7 +139,8 @@ def test_compare_matches_rows_by_their_texts(
     results: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rows are matched by their texts rather than by position. The unit in a value's name
-    determines which direction is better. Values that describe the machine are omitted.
+    determines whether lower or higher is better. Differing software versions are reported
+    separately.
     """
     assert run("--json", "compare", *results) == 0
     document = json.loads(capsys.readouterr().out)
@@ -158,8 +160,9 @@ def test_compare_matches_rows_by_their_texts(
 
 @pytest.mark.parametrize(("threshold", "status"), [("5", 1), ("15", 1), ("25", 0)])
 def test_a_threshold_makes_it_a_gate(results: tuple[str, str], threshold: str, status: int) -> None:
-    """The command fails if a change exceeds the threshold. The two results differ by 10 % more time
-    and 20 % fewer frames per second. The flag may also follow `compare`.
+    """The command fails if a value is worse by more than the threshold. The second result
+    shows 10 % more time and 20 % fewer frames per second than the first. `--threshold` may also
+    follow `compare`.
     """
     assert run("--threshold", threshold, "compare", *results) == status
     assert run("compare", "--threshold", threshold, *results) == status
@@ -179,7 +182,7 @@ def test_compare_prints_a_table(
 
 
 def test_results_of_different_benchmarks_are_refused(tmp_path: Path) -> None:
-    """Results of different benchmarks are refused, because they have nothing in common to
+    """Results of different benchmarks are rejected, because they have no values in common to
     compare.
     """
     assert run("compare", write(tmp_path / "a.json", x=1), write(tmp_path / "b.json", y=1)) == 2

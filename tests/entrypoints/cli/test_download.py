@@ -28,8 +28,8 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Names
 
 @pytest.fixture(autouse=True)
 def _light_family(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace model families with objects that have only a name, because the command reads nothing
-    else from them in these tests.
+    """Replace model families with objects that have only a name, because the command reads no other
+    attribute in these tests.
     """
     from vllm_omni.model_executor.models import registry
 
@@ -132,8 +132,8 @@ def test_a_downloaded_release_is_recognised(
     arguments: argparse.Namespace,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A downloaded causal Wan release is recognised by its layout, through which the checkpoint
-    files and the LoRA are found.
+    """A downloaded causal Wan release is recognised by its layout, which also locates the
+    checkpoint files and the LoRA.
     """
 
     def fetch(repo: str, *, allow_patterns: list[str], local_dir: Path) -> str:
@@ -157,7 +157,7 @@ def test_a_downloaded_release_is_recognised(
 def test_restricted_causal_wan_releases_require_the_flag(
     release: str, licence: str, arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without `--accept-license`, nothing of a restricted release is downloaded."""
+    """Without `--accept-license`, no part of a restricted release is downloaded."""
     monkeypatch.setattr(
         huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("fetched")
     )
@@ -188,8 +188,8 @@ def test_without_a_network_the_files_are_listed(
 
 
 def test_a_disk_that_is_too_small_is_found_first(tmp_path: Path) -> None:
-    """The free disk space is checked before the download. Files that already exist need no further
-    space.
+    """The free disk space is checked before the download. Files that already exist need no
+    additional space.
     """
     with pytest.raises(CommandError, match=r"GB are still missing, but .* GB free"):
         download._check_disk(tmp_path / "new" / "world", 1e9)

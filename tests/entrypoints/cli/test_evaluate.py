@@ -93,7 +93,7 @@ MOUSE = ActionSpace(
 
 def test_keys_become_the_controls_of_the_model() -> None:
     """If a model has no look keys, turns become mouse motion. The letter j may be a different
-    button of that model, so a turn does not press it.
+    button in that model, so a turn does not press it.
     """
     assert entries(CAMERA_SPACE, ["", "w", "j"]) == [[], ["w"], ["j"]]
     assert entries(MOUSE, ["w", "j"]) == [["key_w"], {"axes": {"dx": -10.0}}]
@@ -114,8 +114,8 @@ def evaluate(*arguments: Any) -> dict[str, Any]:
 
 @pytest.mark.nightly
 def test_the_village_is_evaluated(tmp_path: Path) -> None:
-    """The view of the village turns as commanded and returns to the first view after the way
-    back.
+    """The view of the village turns as commanded, and returns to the first view once the camera has
+    turned back.
     """
     out = tmp_path / "run"
     videos = evaluate(out, "--program", "rest", "left_and_back", "walk_and_back", "--turn", 6)[
@@ -144,8 +144,8 @@ def test_the_village_is_evaluated(tmp_path: Path) -> None:
 def test_a_model_without_controls_is_evaluated(
     family: str, options: list[Any], suffix: str, frames: int, tmp_path: Path
 ) -> None:
-    """To evaluate a model without controls, the command generates two clips for each prompt with
-    different seeds, or two images if the model generates both.
+    """To evaluate a model without controls, the command generates two clips with different seeds
+    for each prompt, or two images if the model does not generate video.
     """
     get_family(family).make_tiny(tmp_path / "model", 0, get_family(family).layouts[0])
     out = tmp_path / "run"

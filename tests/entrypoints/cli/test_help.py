@@ -52,7 +52,7 @@ def test_the_examples_of_a_command_parse(name: str) -> None:
 def test_a_command_lists_its_model_names(
     name: str, models: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The help of a command that takes a model name lists the names of the models."""
+    """The help text of a command that takes a model name lists the model names."""
     with pytest.raises(SystemExit):
         main([name, "--help"])
     shown = set(capsys.readouterr().out.replace(",", " ").split())
@@ -64,8 +64,8 @@ def test_a_command_lists_its_model_names(
 def test_the_help_of_serve_describes_this_package(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The help of `serve` describes this package before vLLM's own help, which covers only language
-    models.
+    """The help text of `serve` describes this package before vLLM's own help, which covers only
+    language models.
     """
     from vllm_omni.entrypoints.cli import serve
 

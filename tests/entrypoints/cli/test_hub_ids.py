@@ -98,8 +98,8 @@ def test_an_id_is_fetched_once_and_then_served_from_the_cache(
 def test_a_repository_of_another_model_is_refused_before_its_weights(
     hub: tuple[str, list[str]], tmp_path: Path
 ) -> None:
-    """A repository of an unsupported model is refused after its small files are downloaded, but
-    before any weights are.
+    """A repository of an unsupported model is refused after its small files have been downloaded,
+    but before any weights are downloaded.
     """
     endpoint, fetched = hub
     before = len(fetched)
@@ -118,7 +118,7 @@ def test_a_repository_of_another_model_is_refused_before_its_weights(
 def test_a_missing_model_is_one_line(
     model: str, complaint: str, hub: tuple[str, list[str]], tmp_path: Path
 ) -> None:
-    """A name that is neither a directory nor a repository gives a one-line error."""
+    """A name that is neither a directory nor a repository causes a one-line error."""
     error = str(plan(model, home=tmp_path, endpoint=hub[0])["error"])
     assert complaint in error and "\n" not in error
 

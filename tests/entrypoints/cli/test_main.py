@@ -26,7 +26,7 @@ def exit_code(*argv: str) -> int:
     "argv", [["--version"], ["--help"], ["demo", "--help"], ["make-tiny", "--help"]]
 )
 def test_help_loads_neither_torch_nor_vllm(argv: list[str]) -> None:
-    """Printing help imports neither torch nor vLLM, so it is immediate."""
+    """Printing the help imports neither torch nor vLLM, so the help appears immediately."""
     code = (
         "import sys, json\nfrom vllm_omni.entrypoints.cli.main import main\n"
         f"try: main({argv!r})\nexcept SystemExit as end: code = end.code\n"
@@ -120,7 +120,7 @@ def test_bad_input_is_one_line_and_status_2(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """The error line contains the wrong value, the allowed values, and the remedy."""
+    """The error line states the invalid value, the allowed values and the remedy."""
     monkeypatch.chdir(tmp_path)
     assert exit_code(*argv) == 2
     error = capsys.readouterr().err
@@ -130,7 +130,7 @@ def test_bad_input_is_one_line_and_status_2(
 
 
 class FakeReport:
-    """Simulates a parity report."""
+    """A simulated parity report."""
 
     def __init__(self, ok: bool) -> None:
         self.ok = ok

@@ -42,8 +42,8 @@ def test_the_last_line_of_a_failed_start_is_the_hint(world: Path) -> None:
 
 
 def test_a_command_that_needs_no_hint_gets_none(world: Path, tmp_path: Path) -> None:
-    """There is no hint if the user passed the flag, the worker class or the config format, and none
-    for other commands and hub models.
+    """There is no hint if the user passed the flag, the worker class or the config format. Other
+    commands and hub models get no hint either.
     """
     model = str(world)
     assert missing_omni(["vllm", "serve", model]) is not None
@@ -62,9 +62,7 @@ def test_a_command_that_needs_no_hint_gets_none(world: Path, tmp_path: Path) -> 
 
 
 def test_a_language_model_gets_no_hint(tmp_path: Path) -> None:
-    """A language model gets no hint, because its `config.json` names an architecture of stock
-    vLLM.
-    """
+    """A language model gets no hint, because its `config.json` names a stock vLLM architecture."""
     write_tiny("qwen2_5_omni", tmp_path / "model")
     assert json.loads((tmp_path / "model" / "config.json").read_text())["architectures"]
     assert missing_omni(["vllm", "serve", str(tmp_path / "model")]) is None

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni replay` reproduces a recording identically, reports in which chunk any difference
-occurs, and reports invalid input in one line.
+"""`vllm-omni replay` reproduces a recording identically, reports the first chunk that differs, and
+reports invalid input in one line.
 """
 
 import re
@@ -81,7 +81,7 @@ def replay(*arguments: Any) -> subprocess.CompletedProcess[str]:
 
 
 def lines(result: subprocess.CompletedProcess[str]) -> list[str]:
-    """Return the output of the command without the lines that vLLM logs."""
+    """Return the command's output without the lines that vLLM logs."""
     return [
         line
         for line in result.stdout.splitlines()
@@ -94,8 +94,8 @@ def lines(result: subprocess.CompletedProcess[str]) -> list[str]:
 def test_a_recording_replays_identically_and_a_difference_is_named(
     family: str, make_runner: Any, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """A replay with the recorded model is identical. If a digest has been changed or the weights
-    differ, the command names the difference.
+    """A replay with the recorded model is identical to the recording. If a digest has been changed
+    or the weights differ, the command names the first chunk that differs.
     """
     model = request.getfixturevalue(family)
     path = record(tmp_path / "walk.recording", make_runner(model), family, model)
@@ -195,8 +195,8 @@ def test_a_recording_with_adapters_replays_with_the_same_and_with_no_others(
 def test_a_recording_names_the_adapters_it_needs(
     make_runner: Any, causal_wan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A dry run lists the adapters of a recording. A replay without these adapters is refused in
-    one line before anything is loaded.
+    """A dry run lists the adapters of a recording. A replay without these adapters fails with a
+    one-line error before anything is loaded.
     """
     adapter = lora_files.write_causal_wan(causal_wan, tmp_path / "1.safetensors", 1)
     runner = make_runner(causal_wan, dtype="float32", enable_lora=True, max_lora_rank=8)
@@ -229,8 +229,8 @@ def test_the_file_and_the_model_are_checked_before_anything_heavy(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A dry run describes the recording. A missing file, a file of another kind, a missing model
-    and a model of another family each give a one-line error.
+    """A dry run describes the recording. A missing file, a file of a different kind, a missing
+    model and a model of a different family each cause a one-line error.
     """
     path = record(
         tmp_path / "walk.recording", make_runner(null_world), "null_world", tmp_path / "gone"

@@ -35,8 +35,8 @@ def plan(
 
 
 def test_a_directory_is_enough(world: str) -> None:
-    """If only a directory is given, the config format, worker and scheduler are added after the
-    user's arguments, and the tokenizer is disabled.
+    """If only a directory is given, the flags that select the config format, the worker class and
+    the scheduler class and that skip the tokenizer are added after the user's arguments.
     """
     assert plan(world).argv == [
         *(world, "--port", "0", "--config-format", "omni"),
@@ -88,7 +88,7 @@ def test_this_plugin_is_added_to_the_others(
     ],
 )
 def test_data_parallel_ranks_share_one_api_server(world: str, argv: list[str], added: bool) -> None:
-    """Data parallel ranks share one API server. Stock vLLM would start one API server per rank, and
+    """Data-parallel ranks share one API server. Stock vLLM would start one API server per rank, and
     a client that reconnects could then reach a server that does not have its session.
     """
     planned = plan(world, *argv).argv
@@ -127,8 +127,8 @@ def test_the_printed_command_is_one_line_that_vllm_accepts(world: str) -> None:
 
 
 def test_only_ignored_arguments_are_refused(world: str) -> None:
-    """Arguments are not refused if they have the default value of vLLM's parser.
-    tests/test_engine_arguments.py tests all refused arguments.
+    """Arguments are not rejected if they have the default value of vLLM's parser.
+    tests/test_engine_arguments.py tests all rejected arguments.
     """
     parser = serve.serve_parser()
     empty = parser.parse_args(["serve"])
@@ -185,7 +185,7 @@ def test_only_ignored_arguments_are_refused(world: str) -> None:
     ],
 )
 def test_impossible_arguments_are_refused(world: str, argv: list[str], complaint: str) -> None:
-    """The error is one line with the wrong value, the allowed values and the remedy."""
+    """The error is one line that states the invalid value, the allowed values and the remedy."""
     with pytest.raises(CommandError, match=complaint) as refused:
         plan(world, *argv)
     assert "\n" not in str(refused.value)
@@ -236,8 +236,8 @@ def test_json_and_dotted_keys_together_are_one_configuration(
 
 
 def test_on_a_cpu_the_share_of_memory_is_set(world: str) -> None:
-    """On a CPU, the memory limit is set unless the user set it or the share of memory. Without
-    either, vLLM's CPU worker would require most of the memory to be free.
+    """On a CPU, the memory limit is set unless the user has set either this limit or the memory
+    share. If neither were set, vLLM's CPU worker would require most of the memory to be free.
     """
     argv = [world, "--port", "0"]
     planned = serve.plan(argv, {}, [], on_cpu=True)
@@ -284,8 +284,8 @@ def test_a_missing_part_is_named_before_anything_loads(
 
 
 def test_a_missing_tensor_is_named_before_anything_loads(tmp_path: Path) -> None:
-    """A missing tensor is reported before anything is loaded, because tensor names and shapes are
-    read from the file headers.
+    """A tensor of the wrong shape is reported before anything is loaded, because tensor names and
+    shapes are read from the file headers.
     """
     from safetensors.torch import load_file, save_file
 
@@ -301,7 +301,9 @@ def test_a_missing_tensor_is_named_before_anything_loads(tmp_path: Path) -> None
 
 
 def test_a_directory_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
-    """The error for a directory without a checkpoint lists the expected files and those found."""
+    """The error for a directory without a checkpoint lists the expected files and the files
+    found.
+    """
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(CommandError, match=r"is no checkpoint of .*lingbot_world.*found notes.txt"):
         plan(str(tmp_path))
@@ -324,8 +326,8 @@ def test_a_busy_port_is_found_before_anything_loads(world: str) -> None:
 
 
 def test_stock_vllm_calls_this_package_and_a_bad_directory_ends_within_10_s(tmp_path: Path) -> None:
-    """vLLM's own hook calls this package for `vllm serve DIR --omni`. For a bad directory, the exit
-    status is 2 with one line on stderr.
+    """vLLM's own hook calls this package for `vllm serve DIR --omni`. For a bad directory, the
+    command prints one line to stderr and exits with status 2.
 
     The time limit applies to CPU time, because other processes may be using the machine.
     """
@@ -351,7 +353,7 @@ def test_stock_vllm_calls_this_package_and_a_bad_directory_ends_within_10_s(tmp_
 
 def test_the_checks_import_neither_vllm_nor_networks(null_world: Path, lingbot_world: Path) -> None:
     """The checks import neither vLLM, transformers nor diffusers, each of which takes seconds to
-    import, so a refusal is immediate.
+    import, so errors appear immediately.
     """
     code = (
         "import sys, json\n"

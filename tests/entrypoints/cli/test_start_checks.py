@@ -28,7 +28,7 @@ def check(
 
 
 def test_a_complete_start_is_not_refused(tmp_path: Path) -> None:
-    """A configuration that meets all requirements is accepted. Missing directories are no error,
+    """A configuration that meets all requirements is accepted. Missing directories are not errors,
     because the server creates them itself.
     """
     missing = tmp_path / "a" / "b"
@@ -57,8 +57,8 @@ def test_a_long_temporary_directory_is_refused(
 
 
 def test_the_longest_allowed_directory_holds_a_socket_of_vllm() -> None:
-    """The longest allowed directory path has 70 bytes, because vLLM appends 37 bytes (a slash and a
-    UUID) and the system limits the length of the whole path.
+    """The longest allowed directory path is 70 bytes long, because vLLM appends 37 bytes (a slash
+    and a UUID) and the system limits the length of the whole path.
     """
     from vllm.utils.network_utils import get_open_zmq_ipc_path
 
@@ -75,7 +75,7 @@ def test_the_longest_allowed_directory_holds_a_socket_of_vllm() -> None:
 
 @pytest.mark.parametrize("directory", ["/nowhere/at/all", "/etc/hostname"])
 def test_a_missing_socket_directory_is_refused(directory: str) -> None:
-    """A missing socket directory is refused. It can only result from vLLM's environment variable,
+    """A missing socket directory is rejected. It can only result from vLLM's environment variable,
     because Python ignores a TMPDIR that does not exist.
     """
     with pytest.raises(CommandError, match=rf"VLLM_RPC_BASE_PATH {directory} is not a directory"):
@@ -99,7 +99,7 @@ def test_an_impossible_socket_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["snapshot_dir", "record_dir", "drain_snapshot_dir"])
 def test_a_directory_below_a_file_is_refused(name: str, tmp_path: Path) -> None:
-    """A directory path that passes through a regular file is refused, because the directory cannot
+    """A directory path that passes through a regular file is rejected, because the directory cannot
     be created.
     """
     (tmp_path / "file").touch()
@@ -144,7 +144,7 @@ def test_a_missing_optional_package_is_named(
 def test_load_formats_that_the_diffusion_worker_refuses_need_no_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For a load format that the diffusion worker refuses, the check does not require the format's
+    """For a load format that the diffusion worker rejects, the check does not require the format's
     package, because installing that package would not help.
     """
     requested: list[str] = []

@@ -33,8 +33,8 @@ def imports(folder: Path) -> bool:
 
 
 def test_declared_operators_make_the_import_work(tmp_path: Path) -> None:
-    """Importing a stand-in with torchvision's import order fails before the fix and succeeds after
-    it. Repeating the fix changes nothing.
+    """Importing a stand-in package that has torchvision's import order fails before the fix and
+    succeeds after it. Repeating the fix changes nothing.
     """
     package = tmp_path / "torchvision"
     package.mkdir()

@@ -73,8 +73,8 @@ def test_large_servers_take_more_sessions() -> None:
 def test_sessions_that_play_are_evened_out_first(
     before: tuple[tuple[int, int], ...], after: tuple[tuple[int, int], ...]
 ) -> None:
-    """Servers are first balanced by the number of playing sessions. Each pair is (sessions, playing
-    sessions) of a server, before and after rounds of one move each.
+    """Servers are first balanced by the number of playing sessions. Each pair is a server's
+    (sessions, playing sessions), before and after rounds of one move each.
     """
     servers = {
         name: load(name, number, 8, playing)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions that arrive from another server: which of their versions become live. The engine is a
-fake.
+"""Sessions that arrive from another server, and the versions of such sessions that become live. The
+engine is a fake.
 """
 
 import asyncio
@@ -80,8 +80,8 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
 
 
 def test_only_a_complete_version_becomes_live(run: Callable[..., None], tmp_path: Path) -> None:
-    """A version of a session that was written while the session played does not become live,
-    because it may mix the state of two chunks.
+    """A session version written while the session was playing does not become live, because it may
+    mix the state of two chunks.
     """
     path = tmp_path / "shared.safetensors"
 

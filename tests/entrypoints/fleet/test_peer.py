@@ -43,8 +43,8 @@ OTHER_404 = reply(404, {"detail": "Not Found"})
 
 
 def ask(handlers: dict[str, Handler], call: Callable[[Peer], Awaitable[object]]) -> object:
-    """Run `call` against a server that has one handler per HTTP method. Without handlers, no server
-    listens.
+    """Run `call` against a server that has one handler per HTTP method. If there are no handlers,
+    no server listens.
     """
 
     async def main() -> object:

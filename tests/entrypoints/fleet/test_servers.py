@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file that lists the servers of a fleet, and the operator's key."""
+"""The file that lists a fleet's servers, and the operator's key."""
 
 from pathlib import Path
 

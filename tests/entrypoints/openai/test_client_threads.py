@@ -31,7 +31,7 @@ class Client:
 
 
 class Work:
-    """Simulates decoding a clip until its client disconnects or `done` is set."""
+    """Simulated decoding of a clip, which lasts until its client disconnects or `done` is set."""
 
     def __init__(self) -> None:
         self.started, self.done, self.stopped = (
@@ -58,7 +58,7 @@ def run(test: Callable[[ClientThreads], Coroutine[Any, Any, None]]) -> None:
 
 
 def test_clips_of_one_client_leave_a_thread_for_another() -> None:
-    """Only one clip per client is decoded at a time, so that a thread is left for other clients."""
+    """Only one clip per client is decoded at a time, so a thread is left for other clients."""
 
     async def test(threads: ClientThreads) -> None:
         greedy, other = Client("a"), Client("b")

@@ -84,8 +84,8 @@ async def end_of(jobs: VideoJobs, job_id: str) -> JobRecord:
 
 def test_a_world_is_requested_chunk_after_chunk_in_one_session(tmp_path: Path) -> None:
     """The chunks of a world model's video are requested one after another in one session. The first
-    request contains prompt, seed, size and image. Every request contains its keys, or idle entries
-    once the script has ended. The session is closed at the end.
+    request contains the prompt, seed, size and image. Every request contains its keys, or idle
+    entries once the script has ended. The session is closed at the end.
     """
     engine = InstantEngine()
 
@@ -137,8 +137,8 @@ def test_only_the_first_chunk_has_the_start_pose(tmp_path: Path) -> None:
 
 
 def test_a_video_of_a_known_pose_reports_the_world_poses(tmp_path: Path) -> None:
-    """A video reports one world pose per latent frame, or none if the camera's pose in the world is
-    unknown.
+    """A video job reports one world pose per latent frame, or none if the camera's pose in the
+    world is unknown.
     """
 
     class PosedEngine(InstantEngine):
@@ -166,8 +166,8 @@ def test_a_video_of_a_known_pose_reports_the_world_poses(tmp_path: Path) -> None
 
 
 def test_a_timed_prompt_acts_from_its_chunk(tmp_path: Path) -> None:
-    """A timed prompt takes effect at the first chunk after its time. At 16 frames per second, the
-    third chunk starts at 1.31 s.
+    """A timed prompt takes effect at the first chunk that starts at or after its time. At 16 frames
+    per second, the third chunk starts at 1.31 s.
     """
     engine = InstantEngine()
 
@@ -180,8 +180,8 @@ def test_a_timed_prompt_acts_from_its_chunk(tmp_path: Path) -> None:
 
 
 def test_a_single_video_is_one_request(tmp_path: Path) -> None:
-    """A video of a model without sessions is requested with a single one-shot request that contains
-    all fields.
+    """A video from a model without sessions is requested with a single one-shot request that
+    contains all fields.
     """
     engine = InstantEngine()
 
@@ -196,7 +196,7 @@ def test_a_single_video_is_one_request(tmp_path: Path) -> None:
 
 
 def test_a_job_waits_for_a_full_engine(tmp_path: Path) -> None:
-    """A job waits for a full engine: it continues after the engine has refused it twice with
+    """A job waits while the engine is full: it runs after the engine has refused it twice with
     `capacity`.
     """
     engine = InstantEngine()
@@ -211,7 +211,7 @@ def test_a_job_waits_for_a_full_engine(tmp_path: Path) -> None:
 
 
 def test_a_job_that_finds_no_room_in_time_fails(tmp_path: Path) -> None:
-    """A job that does not get capacity in time fails with the code `capacity`."""
+    """A job that does not get capacity in time fails with the `capacity` code."""
     engine = InstantEngine()
     engine.failures = [RequestFailed("capacity", "full")] * 100
 
@@ -277,7 +277,7 @@ def test_ending_a_job_cancels_its_request(
 
 def test_a_waiting_job_that_is_deleted_never_reaches_the_engine(tmp_path: Path) -> None:
     """A waiting job that is deleted never reaches the engine, even if it is deleted right after it
-    was accepted.
+    has been accepted.
     """
     engine = InstantEngine()
 
@@ -294,8 +294,8 @@ def test_a_waiting_job_that_is_deleted_never_reaches_the_engine(tmp_path: Path) 
 
 
 def test_jobs_are_bounded(tmp_path: Path) -> None:
-    """At most `max_running_videos` jobs run and `max_queued_videos` jobs wait. Further jobs get 429
-    until a job has ended.
+    """At most `max_running_videos` jobs run and `max_queued_videos` jobs wait. Additional jobs get
+    429 until a job has ended.
     """
     engine = InstantEngine()
 

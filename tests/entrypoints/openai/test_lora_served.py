@@ -70,10 +70,11 @@ def post(server: Served, path: str, body: dict[str, Any]) -> tuple[int, str]:
 def chunks(
     server: Served, count: int, events: dict[int, Any] | None = None, **fields: Any
 ) -> list[np.ndarray]:
-    """Return the frames of a stream that is generated from text.
+    """Return the frames of a stream generated from text.
 
     Args:
-        events: Adapters to send, by the number of chunks received before they are sent.
+        events: Adapters to send, keyed by the number of chunks that the client receives before it
+            sends them.
     """
     seen = []
     with GenerateClient(
@@ -95,7 +96,7 @@ def test_adapters_through_the_endpoints_and_vllms_routes(
     server: Served, adapters: dict[str, Path]
 ) -> None:
     """Adapters are listed, selected at the start of a stream or during it, and loaded while the
-    server runs. Loading an adapter file of another model fails without any effect.
+    server runs. Loading another model's adapter file fails and has no effect.
     """
     assert [model.id for model in server.client.models.list()] == ["null", "ink"]
     plain = chunks(server, 3)

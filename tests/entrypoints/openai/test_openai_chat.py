@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny Lance served with `vllm serve --omni` and used with the `openai` client: images, edits,
-videos, and chat completions.
+"""A tiny Lance served with `vllm serve --omni` and called through the `openai` client: images,
+edits, videos, and chat completions.
 """
 
 import base64

@@ -39,8 +39,8 @@ def pixels(data: Any) -> np.ndarray:
 
 
 def test_images_over_http_equal_diffusers(server: Served, qwen_image: Path) -> None:
-    """Two images with guidance and a negative prompt equal those of diffusers at the deployment's
-    default size and steps.
+    """At the deployment's default size and number of steps, two images generated with guidance and
+    a negative prompt equal those of diffusers.
     """
     import diffusers
 

@@ -44,7 +44,7 @@ LIMITS = EndpointLimits(max_image_pixels=100 * 100)
 def body_of(
     data: bytes, content_type: str = "application/json", max_bytes: int = 10_000, parts: int = 1
 ) -> ParsedBody:
-    """Read a request body that arrives in several pieces."""
+    """Return the parsed body of a request whose bytes arrive in at most `parts` pieces."""
     step = -(-len(data) // parts) if data else 1
     items = [data[start : start + step] for start in range(0, len(data), step)] or [b""]
 
@@ -85,8 +85,8 @@ def encoded(image: Image.Image, file_format: str = "PNG", **options: Any) -> byt
 
 
 def test_a_form_gives_fields_and_files_in_order() -> None:
-    """In a form, `image[]` is equivalent to `image`, and fields that contain brackets or JSON
-    become objects.
+    """In a form, `image[]` is equivalent to `image`, and fields with brackets in their names or
+    JSON in their values become objects.
     """
     body = body_of(
         *form(
@@ -130,7 +130,7 @@ def test_the_body_limit_does_not_depend_on_the_declared_length() -> None:
     ],
 )
 def test_invalid_bodies_are_refused(data: bytes, content_type: str, code: str) -> None:
-    """Every invalid body gets a fixed error text and code."""
+    """Every invalid body is rejected with a fixed error text and code."""
     with pytest.raises(ApiError) as refused:
         body_of(data, content_type)
     assert refused.value.code == code and refused.value.status in (400, 415)
@@ -142,7 +142,7 @@ def test_invalid_bodies_are_refused(data: bytes, content_type: str, code: str) -
     st.sampled_from(["application/json", "multipart/form-data; boundary=B"]),
 )
 def test_any_bytes_are_a_body_or_an_api_error(data: bytes, content_type: str) -> None:
-    """Any bytes are either read as a body or refused with an `ApiError`."""
+    """Any bytes are either read as a body or rejected with an `ApiError`."""
     for candidate in (
         data,
         b"--B\r\nContent-Disposition: form-data; name=" + data + b"\r\n\r\nx\r\n--B--",
@@ -259,8 +259,8 @@ def test_uploads_keep_their_size_and_lose_alpha_and_rotation() -> None:
 
 
 def test_bombs_are_refused_from_the_header() -> None:
-    """Decompression bombs are refused based on their header, because a PNG of 100 Mpx may have only
-    a few kB.
+    """Decompression bombs are rejected based on their header, because a PNG of 100 Mpx may take up
+    only a few kB.
     """
     with pytest.raises(ApiError) as refused:
         read_upload(encoded(Image.new("1", (10_000, 10_000))), "image", LIMITS)
@@ -268,7 +268,9 @@ def test_bombs_are_refused_from_the_header() -> None:
 
 
 def test_a_mask_is_white_where_the_upload_is_transparent() -> None:
-    """A mask must have the size of the image and an alpha channel."""
+    """The mask is white (255) where the upload is transparent and black elsewhere. An upload
+    without an alpha channel, or with a size other than the image's, is rejected.
+    """
     mask = Image.new("RGBA", (30, 20), (0, 0, 0, 255))
     mask.paste((0, 0, 0, 0), (0, 0, 10, 20))
     read = read_mask(encoded(mask), 20, 30, LIMITS)
@@ -284,7 +286,7 @@ def test_a_mask_is_white_where_the_upload_is_transparent() -> None:
 
 
 def test_a_mask_is_rotated_as_its_image() -> None:
-    """The EXIF rotation of a mask is applied, like that of the image."""
+    """A mask's EXIF rotation is applied, just as an image's is."""
     exif = Image.Exif()
     exif[0x0112] = 3  # upside down
     mask = Image.new("RGBA", (30, 20), (0, 0, 0, 255))
@@ -314,7 +316,7 @@ def test_an_image_in_another_format_is_refused_by_name(name: str) -> None:
 
 
 def test_heic_is_refused_by_name() -> None:
-    """A HEIC image is refused with an error that names the format, although its first bytes
+    """A HEIC image is rejected with an error that names the format, although its first bytes
     resemble those of MP4.
     """
     data = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(64)
@@ -385,8 +387,8 @@ def test_a_clip_is_read_at_the_models_rate(frames: int, fps: int, most: int, rea
 def test_a_clip_that_is_too_large_is_refused_before_it_is_decoded(
     name: str, bound: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A clip that is too large is refused before it is decoded, because its packets and header give
-    the number of frames, the pixels per frame, and their product.
+    """A clip that is too large is rejected before it is decoded: the number of frames, the pixels
+    per frame, and their product are known from its packets and header.
     """
     monkeypatch.setattr(clips, name, bound)
     monkeypatch.setattr(clips, "as_displayed", None)
@@ -487,7 +489,7 @@ def test_a_disconnect_before_a_non_streamed_response_cancels_its_request() -> No
 
 
 def test_a_body_of_very_many_values_is_refused_before_it_is_decoded() -> None:
-    """A body with very many values is refused before it is decoded, because decoding would delay
+    """A body with too many values is rejected before it is decoded, because decoding would delay
     every other client. Text of any length counts as one value.
     """
     text = json.dumps({"prompt": "x" * 1_000_000}).encode()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the OpenAPI description of the image and video routes with schemathesis, over real HTTP
-and with an engine that responds instantly.
+"""Tests of the image and video routes' OpenAPI description with schemathesis, over real HTTP and
+with an engine that responds instantly.
 
-Calls that follow the description and calls that violate it must not give a 5xx or an undocumented
-status or content type. Replies match the description, and violations are refused. A short run
-covers each merge, and a long one runs at night. This module draws the operations itself, because
-the fixtures of schemathesis do not work with pytest 9.
+Neither calls that follow the description nor calls that violate it may result in a 5xx or in an
+undocumented status or content type. Replies match the description, and calls that violate it are
+rejected. A short run checks each merge, and a long run takes place every night. This module selects
+the operations itself, because schemathesis's fixtures do not work with pytest 9.
 """
 
 import contextlib
@@ -65,8 +65,8 @@ CHECKS = [
 ]
 
 REFUSED = [400, 401, 403, 404, 405, 406, 409, 413, 415, 422, 428, 429]
-"""Status codes of refused calls. A call that violates the description may also be too large (413),
-which is checked first.
+"""Status codes of refused calls. A call that violates the description may also be too large (413);
+the size is checked first.
 """
 CONFIG = schemathesis.Config.from_dict(
     {"checks": {"negative_data_rejection": {"expected-statuses": REFUSED}}}
@@ -102,7 +102,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def run(api: Any, path: str, method: str, mode: GenerationMode, max_examples: int) -> None:
-    """Generate calls of one operation and check their responses."""
+    """Generate calls to one operation and check their responses."""
 
     @settings(
         max_examples=max_examples,

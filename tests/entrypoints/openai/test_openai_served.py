@@ -100,7 +100,7 @@ def test_images_are_reproducible_in_any_batch(
     [{"negative_prompt": "dogs"}, {"num_inference_steps": 9}, {"guidance_scale": 1.0}, {"seed": 4}],
 )
 def test_every_extension_reaches_the_model(client: openai.OpenAI, change: dict[str, Any]) -> None:
-    """Each extension in `extra_body` changes the image."""
+    """Each extension field in `extra_body` changes the image."""
     plain = client.images.generate(prompt="a cat", extra_body={"seed": 3})
     changed = client.images.generate(prompt="a cat", extra_body={"seed": 3, **change})
     assert not np.array_equal(pixels(plain.data[0]), pixels(changed.data[0]))
@@ -136,8 +136,8 @@ def test_a_url_leads_to_the_image_and_needs_the_key(image_server: Served) -> Non
 
 
 def test_images_can_be_streamed(client: openai.OpenAI) -> None:
-    """A streamed image arrives in an event and is the same image as in a response that is not
-    streamed.
+    """Each streamed image arrives in one event and is the same image as in a non-streamed
+    response.
     """
     plain = client.images.generate(prompt="a", n=5, extra_body={"seed": 2})
     events = list(client.images.generate(prompt="a", n=5, stream=True, extra_body={"seed": 2}))
@@ -159,7 +159,7 @@ def test_a_failure_while_streaming_is_an_error_event(client: openai.OpenAI) -> N
 
 def test_an_edit_gets_all_images_and_the_mask(client: openai.OpenAI) -> None:
     """The model receives all images and the mask of an edit, and the edited image keeps its size.
-    The null model renders the mean colour and the number of its inputs.
+    The null model's image shows the mean colour and the number of its inputs.
     """
     mask = png((0, 0, 0, 0), mode="RGBA")
     one = pixels(client.images.edit(image=png(), prompt="a").data[0])
@@ -268,7 +268,7 @@ def test_refusals_have_the_form_of_openais_errors(
 def test_bad_uploads_are_refused_by_content(
     client: openai.OpenAI, upload: bytes, code: str
 ) -> None:
-    """Bad uploads are refused based on the format and size in their header."""
+    """Bad uploads are rejected based on the format and size in their header."""
     with pytest.raises(openai.BadRequestError) as refused:
         client.images.edit(image=("picture.png", upload), prompt="a")
     assert (refused.value.code, refused.value.param) == (code, "image")
@@ -299,7 +299,7 @@ def test_a_video_is_made_polled_listed_downloaded_and_deleted(image_server: Serv
     )
     assert (video.status, video.progress, video.error) == ("completed", 100, None)
     assert video.object == "video" and video.model == "null" and video.prompt == "waves"
-    # The request is for 24 frames, and the model generates 1 + 4 k.
+    # The request is for 24 frames, but the model generates 1 + 4 k frames.
     assert (video.size, video.num_frames, video.seed) == ("80x64", 25, 5)
     assert float(video.seconds) == pytest.approx(25 / 24, rel=1e-4)
     assert video.completed_at >= video.created_at and video.expires_at > video.completed_at
@@ -433,8 +433,8 @@ def test_jobs_beyond_the_queue_are_refused_with_429_and_when_to_come_back(
 def test_videos_that_cannot_be_made_are_refused_at_once(
     client: openai.OpenAI, fields: dict[str, Any], code: str, param: str, says: str
 ) -> None:
-    """A video that cannot be generated is refused with 400 and the allowed values before a job is
-    created.
+    """A request for a video that cannot be generated is rejected with 400 and the allowed values
+    before a job is created.
     """
     with pytest.raises(openai.BadRequestError) as refused:
         client.videos.create(prompt="a", **fields)
@@ -461,7 +461,7 @@ def test_lists_are_paged(client: openai.OpenAI) -> None:
 
 
 def test_metrics_count_calls_jobs_and_bytes(image_server: Served) -> None:
-    """Counters of calls, jobs and bytes are exported through vLLM's own `/metrics` endpoint."""
+    """Counters for calls, jobs and bytes are exported through vLLM's own `/metrics` endpoint."""
     before = image_server.metric('omni_requests_total{endpoint="images",status="completed"}')
     image_server.client.images.generate(prompt="a")
     assert (
@@ -488,7 +488,7 @@ def test_the_log_is_short_and_holds_no_prompts(image_server: Served) -> None:
 
 
 def test_realtime_endpoints_require_a_world_model(image_server: Served) -> None:
-    """A server without a world model refuses the realtime handshake with 404."""
+    """A server without a world model rejects the realtime handshake with 404."""
     from websockets.exceptions import InvalidStatus
     from websockets.sync.client import connect
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny Wan 2.2 TI2V served with `vllm serve DIR --omni`: videos over HTTP and in batches.
+"""A tiny Wan 2.2 TI2V served with `vllm serve DIR --omni`: videos requested over HTTP, one at a
+time and in a batch.
 
-The directory was written by diffusers' `save_pretrained`, and no flag names the model family.
+diffusers' `save_pretrained` wrote the directory, and no flag names the model family.
 """
 
 import base64
@@ -43,8 +44,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def frames_of(server: Served, video_id: str) -> bytes:
-    """Return the sprite sheet of all frames (JPEG). Equal frames give bit-identical sprite sheets
-    but not bit-identical video files.
+    """Return the sprite sheet of all frames (JPEG). Equal frames yield bit-identical sprite sheets,
+    but their video files may differ in their bytes.
     """
     return server.client.videos.download_content(video_id, variant="spritesheet").content
 
@@ -65,8 +66,9 @@ def image() -> str:
 
 
 def test_a_video_follows_prompt_seed_guidance_and_image(server: Served) -> None:
-    """One checkpoint generates video from text and from an image. Repeating a request gives the
-    same frames.
+    """A single checkpoint generates video from text and from an image. A repeated request yields
+    the same frames, and changing the seed, the guidance, the negative prompt, the start image or
+    the flow shift changes them.
     """
     plain = make(server, **SMALL)
     assert make(server, **SMALL) == plain
@@ -81,8 +83,8 @@ def test_a_video_follows_prompt_seed_guidance_and_image(server: Served) -> None:
 
 
 def test_videos_made_together_equal_videos_made_alone(server: Served) -> None:
-    """Three jobs with schedules of different lengths give the same videos when they run together in
-    one engine as when they run separately.
+    """Three jobs with schedules of different lengths yield the same videos when they run together
+    in one engine as when they run separately.
     """
     wanted = [{**SMALL, "seed": seed, "num_inference_steps": 8 + seed} for seed in range(3)]
     alone = [make(server, **fields) for fields in wanted]

@@ -39,7 +39,7 @@ def frames_of(served: Served, video_id: str) -> np.ndarray:
 
 
 def test_a_world_makes_a_video_of_any_length_chunk_by_chunk(world_server: Served) -> None:
-    """A video of 25 frames consists of two chunks and a part of a third. Frame n of the null world
+    """A video of 25 frames consists of two chunks and part of a third. Frame n of the null world
     has the grey level n.
     """
     video = poll(world_server, make(world_server.client, num_frames=25).id)
@@ -56,8 +56,8 @@ def test_a_world_makes_a_video_of_any_length_chunk_by_chunk(world_server: Served
 
 
 def test_every_process_has_every_job(world_server: Served) -> None:
-    """Every process has every job: a job can be retrieved, listed, downloaded and deleted over new
-    connections, which reach either process.
+    """Every process can access every job: a job can be retrieved, listed, downloaded and deleted
+    over new connections, which reach either process.
     """
     video_id = poll(world_server, make(world_server.client, num_frames=9).id).id
     for _ in range(20):
@@ -87,7 +87,9 @@ def test_any_process_ends_a_job(world_server: Served) -> None:
 
 
 def test_a_world_makes_no_images(world_server: Served) -> None:
-    """A world model refuses an image request with 400 and lists the supported tasks."""
+    """A server with a world model rejects an image request with 400 and lists the supported
+    tasks.
+    """
     for call in (
         lambda: world_server.client.images.generate(prompt="a"),
         lambda: world_server.client.images.edit(image=("a.png", b"x"), prompt="a"),

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Videos and image files belong to the API key that created them. The engine responds instantly."""
+"""Videos and image files belong to the API key that created them. The tests use an engine that
+responds instantly.
+"""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -70,8 +72,8 @@ def test_a_video_is_visible_to_its_key_only(serve: "type[TestClient]") -> None:
 def test_an_image_url_belongs_to_its_key(
     serve: "type[TestClient]", keys: tuple[str, ...], status: int
 ) -> None:
-    """An image URL can be read only with the API key that created the image. On a server without
-    API keys, every client can read the URL, whatever headers it sends.
+    """The image at a URL can be read only with the API key that created the image. On a server
+    without API keys, every client can read the image at the URL, whatever headers it sends.
     """
     with serve(*keys) as client:  # type: ignore[arg-type]
         requested = {"prompt": "a", "response_format": "url"}

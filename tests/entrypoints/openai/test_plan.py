@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of HTTP requests to engine requests: defaults, sizes, lengths and seeds of the served
-model.
+"""Conversion of HTTP requests to engine requests: the served model's default settings, sizes and
+lengths, and the seeds.
 """
 
 import dataclasses
@@ -65,8 +65,8 @@ def test_defaults_come_from_the_model() -> None:
 
 @pytest.mark.parametrize("size", [{}, {"size": "auto"}, {"size": "160x96"}])
 def test_width_and_height_are_an_alternative_to_size(size: dict[str, str]) -> None:
-    """Clients of vLLM-Omni (LiteLLM, ComfyUI) send `width` and `height` instead of `size`. In a
-    form, these values are text.
+    """Clients of vLLM-Omni (LiteLLM, ComfyUI) send `width` and `height` instead of `size`. In form
+    data, these values are text.
     """
     (params,) = images(width=160, height=96, **size).requests()
     form = read_request(
@@ -112,7 +112,7 @@ def test_true_cfg_scale_is_another_name_of_guidance_scale(
 
 
 def test_true_cfg_scale_is_an_option_of_pipelines_that_have_it() -> None:
-    """If a pipeline has an option `true_cfg_scale`, the field sets that option and is not an alias
+    """If a pipeline has a `true_cfg_scale` option, the field sets that option and is not an alias
     of `guidance_scale`.
     """
     request = read_request(
@@ -124,7 +124,7 @@ def test_true_cfg_scale_is_an_option_of_pipelines_that_have_it() -> None:
 
 def test_guidance_that_a_model_lacks_is_refused() -> None:
     """A model without guidance accepts a `true_cfg_scale` of 1, which means no guidance, and
-    refuses any other value.
+    rejects any other value.
     """
     fixed = served(guidance_scale=None)
     for scale, allowed in ((1.0, True), (2.0, False)):
@@ -224,7 +224,9 @@ def test_zero_is_a_value() -> None:
 def test_no_side_becomes_longer_than_the_model_allows(
     width: int, height: int, fitted: tuple[int, int]
 ) -> None:
-    """An edited image is scaled down so that its longer side does not exceed the model's limit."""
+    """An image to be edited is scaled down so that its longer side does not exceed the model's
+    limit.
+    """
     model = served(max_side=512)
     assert fit_size(width, height, model.images) == fitted
     request = read_request(ImageGenerationRequest, {"prompt": "p"})
@@ -265,8 +267,8 @@ def test_images_may_have_other_sizes_than_videos() -> None:
     ],
 )
 def test_the_length_of_a_video(fields: dict[str, Any], num_frames: int, fps: float) -> None:
-    """The number of frames of a video is the number of the form 1 + 4 k that is nearest to the
-    requested seconds.
+    """A video's number of frames has the form 1 + 4 k and is the nearest such number to the
+    requested duration.
     """
     plan = video(**fields)
     assert (plan.num_frames, plan.fps) == (num_frames, fps)
@@ -299,8 +301,8 @@ def test_an_impossible_length_is_refused_with_the_possible_ones(seconds: Any, me
 def test_fields_that_the_model_does_not_support_are_refused(
     changes: dict[str, Any], fields: dict[str, Any], param: str | None
 ) -> None:
-    """A field that the model does not support gets 400 `unsupported_by_model` with the supported
-    tasks.
+    """A request with a field that the model does not support gets 400 `unsupported_by_model`, with
+    the supported tasks.
     """
     with pytest.raises(ApiError, match="it can: ") as refused:
         video(served(**changes), **fields)
@@ -312,8 +314,8 @@ def test_fields_that_the_model_does_not_support_are_refused(
 
 
 def test_a_required_start_image_is_named() -> None:
-    """If a model requires a start image, the error for a request without one names it. A model that
-    cannot use a start image refuses a request with one.
+    """If a model requires a start image, the error for a request without one names the missing
+    image. A model that cannot use a start image rejects a request that contains one.
     """
     model = served(tasks=("image_to_video",))
     request = read_request(VideoRequest, {"prompt": "p"})
@@ -326,7 +328,9 @@ def test_a_required_start_image_is_named() -> None:
 
 @pytest.mark.parametrize(("clip_frames", "num_frames"), [(1, 1), (9, 9), (12, 9), (72, 69)])
 def test_an_edited_video_is_as_long_as_the_clip(clip_frames: int, num_frames: int) -> None:
-    """An edited video has the length of its clip, cut to 1 + 4 k frames at the model's rate."""
+    """An edited video is as long as its input clip, cut to 1 + 4 k frames at the model's frame
+    rate.
+    """
     model = served(tasks=("text_to_video", "video_edit"), fps=12.0)
     plan = plan_video_edit(read_request(VideoRequest, {"prompt": "p"}), model, clip_frames)
     assert (plan.num_frames, plan.fps) == (num_frames, 12.0)

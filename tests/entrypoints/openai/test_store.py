@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The media store: limits, expiry, private names, jobs of dead processes, and several processes
+"""The media store: limits, expiry, access by client, jobs of dead processes, and several processes
 that share one directory.
 """
 
@@ -35,8 +35,8 @@ def store_at(root: Path, **limits: Any) -> MediaStore:
 
 
 def test_ids_contain_the_name_of_the_server(root: Path) -> None:
-    """An id contains the name of its server, so that a reverse proxy can route by it. Servers with
-    and without names may share a directory.
+    """An id contains the name of its server, so a reverse proxy can route requests by id. Servers
+    with and without names may share a directory.
     """
     named = MediaStore(MediaLimits(media_dir=str(root)), "rack-7")
     made = record(named)
@@ -86,7 +86,7 @@ def finished(store: MediaStore, age_s: float = 0.0, nbytes: int = 0) -> JobRecor
 
 
 def test_a_record_survives_a_round_trip(root: Path) -> None:
-    """A record is read back from disk unchanged, also by the store of another process."""
+    """A record read back from disk, even by another process's store, equals the record written."""
     store = store_at(root)
     made = record(store, status="in_progress", progress=40)
     assert store.read_record(made.id) == made
@@ -94,8 +94,8 @@ def test_a_record_survives_a_round_trip(root: Path) -> None:
 
 
 def test_records_and_files_belong_to_their_client(root: Path) -> None:
-    """A client with a different key cannot read or list a job, and a file's id does not reveal the
-    file's name.
+    """A client with a different key cannot read or list a job, and a file cannot be found by its
+    name on disk.
     """
     store = store_at(root)
     mine, theirs = record(store, principal="a"), record(store, principal="b")
@@ -124,7 +124,7 @@ def test_records_and_files_belong_to_their_client(root: Path) -> None:
     ],
 )
 def test_only_ids_of_the_store_are_looked_up(root: Path, name: str) -> None:
-    """An id sent by a client is looked up only if it has the form of an id of the store."""
+    """An id sent by a client is looked up only if it has the form of a store id."""
     store = store_at(root)
     assert store.read_record(name) is None
     assert store.find_file(name) is None
@@ -152,7 +152,9 @@ def test_finished_jobs_are_bounded_by_count_and_bytes_oldest_first(root: Path) -
 
 
 def test_expired_jobs_and_images_are_deleted(root: Path) -> None:
-    """Jobs are deleted after their expiry time, and images when they reach a maximum age."""
+    """Jobs are deleted after their expiry time, and images are deleted when they reach a maximum
+    age.
+    """
     store = store_at(root, media_ttl_s=3600)
     old, new = finished(store, age_s=4000), finished(store, age_s=10)
     image = store.add_file(b"data", "png")
@@ -192,7 +194,7 @@ def test_a_job_of_a_killed_process_has_failed(root: Path) -> None:
 
 def test_another_process_can_end_a_job(root: Path) -> None:
     """When another process deletes a job, the job becomes invisible immediately, the process that
-    runs it receives the request, and leftover files are pruned.
+    runs the job receives the request to end it, and leftover files are pruned.
     """
     owner, other = store_at(root), store_at(root)
     made = record(owner, status="in_progress")
@@ -253,7 +255,7 @@ def test_a_video_is_written_part_by_part_with_its_stills(tmp_path: Path) -> None
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """Return a disk of 1 MiB."""
+    """Return the directory where a 1 MiB disk is mounted."""
     if os.geteuid() != 0:
         pytest.skip("only root may mount a disk")
     mounted = tmp_path / "disk"
@@ -316,8 +318,9 @@ def test_a_full_disk_during_a_video_is_an_oserror(disk: Path, tmp_path: Path, fi
 
 
 def test_a_record_on_a_full_disk_is_written_later(disk: Path) -> None:
-    """If the disk is full, the record of a finished job is written later, because clients must see
-    that the job has ended. A new job or image is refused and leaves no files behind.
+    """If the disk is full, the record of a finished job is written later but can already be read,
+    because clients must see that the job has ended. A new job or image is refused and leaves no
+    files behind.
     """
     store = MediaStore(MediaLimits(media_dir=str(disk)))
     made = record(store, status="in_progress")
@@ -351,8 +354,8 @@ def test_the_next_server_deletes_unfinished_files_of_a_killed_one(root: Path) ->
 
 
 def test_an_entry_that_cannot_be_deleted_is_skipped(root: Path) -> None:
-    """A directory that has the name of a file, and therefore cannot be deleted as a file, prevents
-    neither the start, pruning, nor new files.
+    """A directory that has the name of a file cannot be deleted as a file. It prevents neither
+    startup, pruning nor the creation of new files.
     """
     store = store_at(root)
     old, older = finished(store, age_s=7200), finished(store, age_s=9000)

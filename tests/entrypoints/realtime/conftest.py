@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of the realtime endpoints: a server with a fake engine, and a real server."""
+"""Fixtures for the realtime endpoints: a server with a fake engine, and a real server."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -50,8 +50,8 @@ def client(endpoint: EndpointServer) -> Iterator[Client]:
 
 @pytest.fixture(scope="package")
 def _served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
-    """Hold all servers started so far. The last server is still running unless a test has killed
-    it.
+    """Yield the list of all servers started so far. The last server is still running unless a test
+    has killed it.
     """
     running: list[Served] = []
     yield running

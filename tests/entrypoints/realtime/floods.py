@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flood a server with WebSocket frames and meanwhile measure the delays of a second client."""
+"""Flood a server with WebSocket frames and meanwhile measure a second client's delays."""
 
 import contextlib
 import http.client
@@ -22,8 +22,8 @@ EMPTY_FRAGMENT = b"\x00\x80\0\0\0\0"
 
 @dataclass
 class Felt:
-    """Delays that a second client measures: of responses from `/health` over a persistent
-    connection, and of pongs on an idle socket.
+    """Delays that a second client measures: of `/health` responses on a persistent connection, and
+    of pongs on an idle socket.
     """
 
     health_ms: list[float] = field(default_factory=list)
@@ -46,8 +46,8 @@ def _timed(work: Callable[[], Any], into: list[float], stop: threading.Event) ->
 
 @contextlib.contextmanager
 def neighbour(served: Served) -> Iterator[Felt]:
-    """While the `with` block runs, repeatedly request `/health` and send pings over an idle
-    world-camera socket.
+    """While the `with` block runs, repeatedly request `/health` and send pings over an otherwise
+    idle world-camera socket.
     """
     felt, stop = Felt(), threading.Event()
     health = http.client.HTTPConnection("127.0.0.1", served.port, timeout=seconds(60))
@@ -77,8 +77,8 @@ def neighbour(served: Served) -> Iterator[Felt]:
 
 
 def flood(client: Client, data: bytes, timeout_s: float = 8.0) -> tuple[int, str] | None:
-    """Send raw bytes and return the code and reason of the close frame, or None if there is
-    none.
+    """Send raw bytes and return the close frame's code and reason, or None if no close frame
+    arrives.
     """
     with contextlib.suppress(OSError):
         client.connection.socket.sendall(data)

@@ -3,9 +3,9 @@
 
 python tests/entrypoints/realtime/fuzz_endpoints.py --count 10000000
 
-Each case is one message. It is decoded and, if that succeeds, parsed by the parser of each
-endpoint. Only `CodecError` and `EndpointError` may be raised, no case may take longer than
-`SLOWEST_MS` of CPU time, and resident memory may not grow. The script prints the counts as JSON.
+Each case is one message. The script decodes the message and, if that succeeds, parses it with each
+endpoint's parser. Only `CodecError` and `EndpointError` may be raised, no case may take longer than
+`SLOWEST_MS` of CPU time, and resident memory must not grow. The script prints the counts as JSON.
 """
 
 import argparse
@@ -215,7 +215,7 @@ def fuzz(count: int, seed: int) -> dict[str, Any]:
         except EndpointError:
             outcomes["refused"] += 1
         except UnicodeDecodeError:
-            assert is_text  # the WebSocket library would close the connection with 1007 before
+            assert is_text  # the WebSocket library would have closed the connection with 1007
             outcomes["not UTF-8"] += 1
         slowest_ms = max(slowest_ms, (time.thread_time() - started_s) * 1e3)
     grown = process.memory_info().rss - rss

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions for tests with real servers that send requests to `/v1/sessions` and walk through the
-null world.
+"""Functions that send requests to `/v1/sessions` and walk through the null world, for tests with
+real servers.
 """
 
 import json
@@ -20,7 +20,7 @@ def request(num_frames: int = LATER, **fields: Any) -> dict[str, Any]:
 
 
 def signatures(messages: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Return (first frame, signature of the latents) of each chunk."""
+    """Return `(first frame, latent signature)` for each chunk."""
     return [
         (int(message["video"][0, 5, 5, 0]), int(message["video"][0, 0, 0, 1]))
         for message in messages

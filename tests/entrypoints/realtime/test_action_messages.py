@@ -93,8 +93,8 @@ def test_an_exclusive_model_refuses_two_buttons_and_scrolling() -> None:
 
 
 def test_camera_keys_press_the_buttons_they_belong_to() -> None:
-    """A camera key presses the button with the same name, or otherwise the button with the key's
-    key code. Keys without a button are ignored.
+    """A camera key presses the button with the same name or, if there is none, the button with the
+    same key code. Keys without a button are ignored.
     """
     assert camera_buttons(["W", "i", "k", "x", "wa"], SPACE) == ("w", "leap")
     assert camera_buttons(["i", "w"], ONE) == ("leap",)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actions of any model at the three realtime endpoints: the actions that reach the engine, and the
-errors for invalid actions.
+"""Actions at the three realtime endpoints, for models with any action space: the actions that reach
+the engine, and the errors for invalid actions.
 """
 
 from collections.abc import Callable
@@ -50,8 +50,8 @@ def start_now(client: ExtendedClient, **fields: Any) -> dict[str, Any]:
 
 
 def test_the_session_message_lists_the_actions_of_the_model(endpoint: EndpointServer) -> None:
-    """The session message lists the model's actions, so that a client can use the controls of a
-    model that it does not know.
+    """The session message lists the model's actions, so a client can use the controls of a model
+    that it does not know.
     """
     with ExtendedClient(endpoint.port) as client:
         reported = start_now(client)["actions"]
@@ -127,7 +127,7 @@ def test_unsupported_events_are_refused_with_the_actions_of_the_model(
 
 
 def test_a_first_prompt_or_image_is_refused_where_there_is_none(endpoint: EndpointServer) -> None:
-    """An `init` with a prompt or image that the model does not support is refused, after which the
+    """An `init` with a prompt or image that the model does not support is rejected, after which the
     connection accepts another `init`.
     """
     with ExtendedClient(endpoint.port) as client:
@@ -142,8 +142,8 @@ def test_a_first_prompt_or_image_is_refused_where_there_is_none(endpoint: Endpoi
 def test_camera_keys_of_simple_clients_press_the_buttons_of_that_key(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """A client without the actions extension may send camera keys, which press the buttons of the
-    same name. Keys without a button are ignored. The client cannot send events of the extension.
+    """A client without the actions extension may send camera keys, which press the buttons with the
+    same names. Keys without a button are ignored. The client cannot send the extension's events.
     """
     engine.delay_s = 0.02
     with GenerateClient(endpoint.port) as client:
@@ -160,8 +160,8 @@ def test_camera_keys_of_simple_clients_press_the_buttons_of_that_key(
 def test_too_much_pending_motion_is_refused(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """A paused stream consumes no motion events, so pending motion reaches its limit and further
-    events are refused.
+    """A paused stream consumes no motion events, so pending motion reaches its limit and additional
+    motion events are rejected.
     """
     endpoint = make_endpoint(info={"actions": SPACE}, max_messages_per_s=10_000)
     with ExtendedClient(endpoint.port) as client:
@@ -186,8 +186,8 @@ def interaction(event_id: str, **event: Any) -> dict[str, Any]:
 def test_the_video_endpoint_takes_scripts_and_transitions(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """The video endpoint accepts scripts and transitions. The metadata of a chunk lists the events
-    that start, act and end in the chunk.
+    """The video endpoint accepts scripts and transitions. A chunk's metadata lists the events that
+    start, act and end in the chunk.
     """
     engine.delay_s = 0.05
     with VideoClient(endpoint.port) as client:

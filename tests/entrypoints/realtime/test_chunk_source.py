@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PlannedChunks` cuts a plan into chunks. A live request runs until it is cancelled, unless it has
-a length.
+"""`PlannedChunks` divides a plan into chunks. A live request without a length runs until it is
+cancelled.
 """
 
 from itertools import islice
@@ -69,8 +69,8 @@ def test_a_path_that_ends_within_a_chunk_holds_its_last_pose() -> None:
 
 
 def test_a_request_that_was_cut_continues_in_the_middle_of_its_script() -> None:
-    """A request that was interrupted continues in the middle of its script. Keys are given per
-    latent frame, and no key is held in latent frames after the end of the script.
+    """An interrupted request continues in the middle of its script. Keys are given per latent
+    frame, and no key is held in latent frames after the end of the script.
     """
     script = [[key] for key in "wasdwas"]
     source = PlannedChunks(

@@ -129,7 +129,7 @@ def classic(**changes: Any) -> dict[Any, Any]:
 )
 def test_both_dialects_of_arrays_are_read(marked: dict[Any, Any], dialect: MessageDialect) -> None:
     """The keys of an array's map may be bytes or text, and the array may have either byte order.
-    The decoded array is in native order, and the dialect is reported.
+    The decoder returns the array in native order and reports the dialect.
     """
     decoded = decode(pack({"a": [marked]}))
     array = decoded.value["a"][0]
@@ -171,8 +171,8 @@ SEEDS = [
 
 
 def mutated(data: bytes, random_: random.Random) -> bytes:
-    """Return the data after random bit flips, insertions, deletions, repetitions of parts, and
-    wrong lengths.
+    """Return the data with random bit flips, insertions, deletions, repeated parts and wrong
+    lengths.
     """
     mutant = bytearray(data)
     for _ in range(random_.randint(1, 6)):
@@ -199,8 +199,8 @@ def mutated(data: bytes, random_: random.Random) -> bytes:
 @given(st.binary(max_size=200))
 @settings(max_examples=1000, deadline=None)
 def test_any_bytes_raise_nothing_but_codec_errors(data: bytes) -> None:
-    """Random bytes either decode to a message or raise `CodecError`. Encoding and decoding a
-    decoded message again leaves it unchanged.
+    """Random bytes either decode to a message or raise `CodecError`. Encoding a decoded message and
+    decoding it again yields an equal message.
     """
     with contextlib.suppress(CodecError):
         message = decode(data)
@@ -277,13 +277,13 @@ def map_of(count: int) -> bytes:
     ],
 )
 def test_a_refused_message_has_a_reason(data: bytes, text: str) -> None:
-    """A message beyond a limit is refused with an error that names the limit."""
+    """A message that exceeds a limit is rejected with an error that names the limit."""
     assert refusal(data) == text
 
 
 @pytest.mark.parametrize("code", [0xC1, 0xC7, 0xC8, 0xC9, *range(0xD4, 0xD9)])
 def test_every_extension_type_is_refused(code: int) -> None:
-    """Every extension type is refused, whatever its declared length and received bytes."""
+    """Every extension type is rejected, whatever its declared length and received bytes."""
     assert (
         refusal(bytes([code]))
         == refusal(bytes([code]) + bytes(18))
@@ -308,8 +308,8 @@ ALL_FORMS = (
 
 
 def test_every_form_of_every_value_is_read() -> None:
-    """Every encoding of every value is decoded as by another msgpack library, except that map keys
-    of type bytes become text.
+    """Every encoding of every type of value is decoded as another msgpack library decodes it,
+    except that map keys of type bytes become text.
     """
     *plain, last, empty = msgspec.msgpack.decode(ALL_FORMS)
     assert len(plain) == 23 and (last, empty) == ({b"i": [{"j": 1, "k": []}]}, {})
@@ -317,8 +317,8 @@ def test_every_form_of_every_value_is_read() -> None:
 
 
 def test_a_message_that_ends_early_or_late_is_refused() -> None:
-    """A message that is truncated at any byte or has extra bytes is refused. The tested message
-    contains every encoding of a value.
+    """A message that is truncated at any byte or has extra bytes is rejected. The tested message
+    contains every encoding of every type of value.
     """
     for end in range(len(ALL_FORMS)):
         assert refusal(ALL_FORMS[:end]) == TRUNCATED
@@ -326,8 +326,8 @@ def test_a_message_that_ends_early_or_late_is_refused() -> None:
 
 
 def test_each_limit_is_inclusive() -> None:
-    """Each limit is inclusive: the entries of a list and of a map, the depth of both, the total
-    number of values, and the length of text. The codec does not limit binary data.
+    """Each limit is inclusive. The limits apply to the entries of a list and of a map, the nesting
+    depth, the total number of values, and the length of text. The codec does not limit binary data.
     """
     assert decode(list_of(MAX_ENTRIES)).value == [None] * MAX_ENTRIES
     assert len(decode(map_of(MAX_ENTRIES)).value) == MAX_ENTRIES
@@ -383,7 +383,7 @@ def test_each_limit_is_inclusive() -> None:
     ],
 )
 def test_a_refused_array_has_a_reason(marked: dict[Any, Any], text: str) -> None:
-    """The error for a refused array names the allowed values and is raised before memory is
+    """The error for a rejected array names the allowed values and is raised before memory is
     allocated for the array.
     """
     assert refusal(msgspec.msgpack.encode({"a": marked})) == text

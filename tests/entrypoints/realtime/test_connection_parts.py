@@ -47,8 +47,8 @@ def seconds_until_refused(
     is_more_waiting: Callable[[int], bool] = lambda number: True,
     fps: float = FPS,
 ) -> float | None:
-    """Deliver chunks, each of which takes `take_s(now)`, and return the time at which the client is
-    refused, or None if it is not refused within `for_s`.
+    """Deliver chunks to a client that needs `take_s(now)` seconds for each of them. Return the time
+    at which the client is refused as too slow, or None if this does not happen within `for_s`.
 
     Args:
         is_more_waiting: Whether the chunk after the one with this number was ready.
@@ -109,7 +109,7 @@ def test_a_chunk_may_be_longer_than_the_timeout(chunk_s: float) -> None:
 
 
 def test_slowness_counts_from_when_it_starts() -> None:
-    """Fast reads before a client becomes slow do not extend its timeout."""
+    """Fast reads before a client becomes slow do not delay its timeout."""
     slow_from_s = 0.6
     refused_s = seconds_until_refused(lambda now_s: 0.002 if now_s < slow_from_s else 0.1, 3.0)
     assert refused_s is not None
@@ -117,7 +117,7 @@ def test_slowness_counts_from_when_it_starts() -> None:
 
 
 def test_a_client_that_catches_up_is_not_refused() -> None:
-    """A client that is behind repeatedly, but never for the whole timeout, is not refused."""
+    """A client that repeatedly falls behind, but never for the whole timeout, is not refused."""
     assert (
         seconds_until_refused(lambda now_s: 0.03, 4 * TIMEOUT_S, lambda number: number % 10 < 7)
         is None
@@ -133,14 +133,14 @@ def test_a_reader_in_bursts_is_refused_too() -> None:
 
 
 def test_a_slow_model_does_not_make_a_slow_reader() -> None:
-    """A slow client is not behind while no chunk waits for it."""
+    """A slow client is not behind as long as no chunk is waiting for it."""
     assert seconds_until_refused(lambda now_s: 0.08, 3 * TIMEOUT_S, lambda number: False) is None
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_stall_of_a_paced_stream_is_not_its_clients_fault(waits: bool) -> None:
     """A paced stream sends at the playing rate and therefore never makes up for a stall. Its client
-    is not refused, because the server reports its pacing through `note_wait`.
+    is not refused, because the server reports the time spent on pacing through `note_wait`.
     """
 
     async def scenario() -> None:
@@ -207,7 +207,7 @@ def test_a_timeout_of_the_delivery_is_raised_unchanged() -> None:
 
 
 class Peer:
-    """Simulates a WebSocket that takes `seconds_a_message` to accept each message."""
+    """A simulated WebSocket that takes `seconds_a_message` to accept each message."""
 
     def __init__(self, seconds_a_message: float) -> None:
         self._seconds = seconds_a_message
@@ -235,7 +235,7 @@ def connect_peer(seconds_a_message: float) -> tuple[Peer, Connection]:
 def test_a_cancelled_group_is_sent_whole_or_not_at_all(
     cancelled_after_s: float, taken: list[bytes]
 ) -> None:
-    """A cancelled group of messages is sent completely or not at all. The peer takes the message
+    """A cancelled group of messages is sent completely or not at all. The peer treats the message
     after a header as the header's payload, so no other message may come between the two.
     """
 

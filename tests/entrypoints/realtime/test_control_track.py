@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ControlTrack` provides the actions, prompts and adapters of the next chunk, and the outcome of
-each event.
+"""`ControlTrack` provides the actions, prompt and adapters for the next chunk, and reports the
+outcome of each event.
 """
 
 import math
@@ -55,8 +55,8 @@ def test_a_session_without_key_events_has_no_actions() -> None:
 
 
 def test_a_script_is_consumed_in_order_and_then_idle() -> None:
-    """The first three of a script's four entries act in the first chunk and the fourth acts in the
-    second chunk, which is padded with idle entries.
+    """The first three of a script's four entries take effect in the first chunk. The fourth takes
+    effect in the second chunk, which is padded with idle entries.
     """
     track = ControlTrack()
     track.apply([script(W, D, A, W)], 4)
@@ -117,8 +117,8 @@ def test_a_pulse_between_two_chunks_acts_for_one_entry(
 
 
 def test_the_latest_prompt_wins_and_waits_for_the_second_chunk() -> None:
-    """The first chunk uses the prompt of `init`, so even an earlier prompt event takes effect in
-    the second chunk.
+    """The first chunk always uses the prompt of `init`, so a prompt event takes effect in the
+    second chunk at the earliest.
     """
     track = ControlTrack()
     assert track.apply([PromptChange("rain")], 1) == []
@@ -166,7 +166,7 @@ def test_an_event_that_never_acts_is_superseded() -> None:
 
 
 def test_a_repeated_id_is_known_for_a_while() -> None:
-    """At least the last thousand event ids are recognised when they are repeated."""
+    """The track recognises at least the last thousand event ids when they are repeated."""
     track = ControlTrack()
     for event_id in range(3000):
         track.apply([states(W)], event_id)
@@ -177,8 +177,8 @@ def test_a_repeated_id_is_known_for_a_while() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """Events that no chunk consumes occupy bounded memory: at most one script and two transitions
-    are stored.
+    """Events that no chunk consumes occupy a bounded amount of memory: at most one script and two
+    transitions are stored.
     """
     track = ControlTrack()
     for number in range(10_000):
@@ -246,8 +246,8 @@ def test_motion_beyond_the_range_of_a_frame_is_dropped(track: ControlTrack) -> N
 def test_notches_come_one_a_frame(
     track: ControlTrack, notches: tuple[float, ...], expected: list[int]
 ) -> None:
-    """Each frame gets at most one wheel notch, and notches in excess of the frames in a chunk are
-    dropped.
+    """Each frame gets at most one wheel notch. If a chunk has fewer frames than pending notches,
+    the excess notches are dropped.
     """
     for notch in notches:
         track.apply([state(scroll=notch)])
@@ -281,8 +281,8 @@ def test_a_button_pressed_between_chunks_acts_alongside_motion(track: ControlTra
 
 
 def test_a_script_replaces_everything_and_is_taken_as_it_is(track: ControlTrack) -> None:
-    """A script replaces all other controls, and every value in its frames is passed on unchanged. A
-    transition ends the script.
+    """A script replaces all other controls, and every value in its frames reaches the chunk
+    unchanged. A transition ends the script.
     """
     track.apply([state(axes={"steer": 1.0, "dx": 5.0}, scroll=1)], 1)
     script = ControlScript(
@@ -311,7 +311,7 @@ def test_a_chunk_reports_the_events_that_act_in_it(track: ControlTrack) -> None:
 def test_too_many_motion_events_are_refused_without_effect(
     track: ControlTrack,
 ) -> None:
-    """A motion event that is refused because there are too many has no effect, and a button can
+    """A motion event that is rejected because too many are pending has no effect, and a button can
     still be released.
     """
     track.apply([state(buttons=("w",))])
@@ -414,7 +414,7 @@ def test_a_velocity_looks_up_to_the_limit_of_the_world(
 
 
 def test_a_target_may_take_several_chunks() -> None:
-    """A target command with a length of several chunks stays active until the target is reached."""
+    """A target command that spans several chunks stays active until the target is reached."""
     track = PoseTrack()
     track.push(command("t", turn=about_y(90), chunks=2))
     first, started = track.sample(9, 3)
@@ -445,7 +445,7 @@ def test_a_velocity_is_a_step_per_latent_frame_until_replaced() -> None:
 
 
 def test_sixty_small_turns_make_a_circle() -> None:
-    """After sixty turns of 6 degrees, the pose equals the identity within 1e-3, and every pose
+    """After sixty turns of 6 degrees, the pose equals the identity to within 1e-3, and every pose
     passes the check that applies to client poses.
     """
     track = PoseTrack()
@@ -473,7 +473,7 @@ def test_only_the_last_of_many_commands_acts() -> None:
     "values", [(0, 0, 0, 0), (1e-9, 0, 0, 0), (math.nan, 0, 0, 1), (math.inf, 0, 0, 1)]
 )
 def test_a_rotation_needs_a_direction(values: tuple[float, ...]) -> None:
-    """Zero, infinite and NaN quaternions are refused."""
+    """Zero, infinite and NaN quaternions are rejected."""
     with pytest.raises(ValueError, match="quaternion"):
         unit_quaternion(values)
 
@@ -491,8 +491,8 @@ class OtherControls(Controls, tag="other"):
 
 @pytest.mark.parametrize("num_before", [0, 1, 2])
 def test_controls_continue_exactly_from_their_bytes(num_before: int) -> None:
-    """Controls that a server restores from bytes continue exactly: each later chunk gets the same
-    controls, progress and poses.
+    """When a server restores controls from bytes, each later chunk gets the same controls, progress
+    and poses as if the controls had not been restored.
     """
     here = Controls(ControlTrack(SPACE), PoseTrack())
     here.track.apply([script(W, A, NONE, D, W)], 1)

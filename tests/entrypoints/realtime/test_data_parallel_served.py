@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm serve --data-parallel-size 2` with real sockets and a real `kill -9`. Stock vLLM stops all
-ranks when one of them dies.
+ranks when any of them dies.
 
 Tests of separate servers behind HAProxy are in tests/deploy.
 """
@@ -75,7 +75,7 @@ def hold_sessions(connect_client: Any, most: int) -> int:
 
 
 def test_data_parallel_ranks_of_one_server(null_world: Path, tmp_path: Path) -> None:
-    """One server with two data parallel ranks holds twice as many sessions as one rank. When a rank
+    """One server with two data-parallel ranks holds twice as many sessions as one rank. When a rank
     dies, the clients of all ranks get an error within seconds.
     """
     server = Served(

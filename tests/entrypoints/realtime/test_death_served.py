@@ -52,8 +52,8 @@ def named(server: Served, name: str) -> psutil.Process:
 
 
 class Watcher:
-    """Runs an idle, a busy and a silent client, and records when each of them is notified that the
-    engine is dead.
+    """An idle, a busy and a silent client, and the times at which they are notified that the engine
+    is dead.
     """
 
     def __init__(self, server: Served) -> None:
@@ -67,8 +67,8 @@ class Watcher:
         wait_until(lambda: server.running_requests() == 1)
 
     def wait(self, since_s: float, timeout_s: float) -> dict[str, tuple[float, int, str]]:
-        """Return {kind of client: (seconds since `since_s`, close code, code of the error before
-        the close)}.
+        """Return {client kind: (seconds since `since_s`, close code, code of the error before the
+        close)}.
         """
 
         def ended(connection: Any) -> tuple[float, int, str]:
@@ -97,7 +97,7 @@ class Watcher:
 
 
 def gone_after(processes: list[psutil.Process], since_s: float, timeout_s: float) -> float:
-    """Return the seconds from `since_s` until none of the processes runs."""
+    """Return the number of seconds from `since_s` until none of the processes is running."""
     psutil.wait_procs(processes, timeout=timeout_s)
     alive = [
         process for process in processes if process.is_running() and not has_ended(process.pid)
@@ -133,7 +133,7 @@ def check_engine_death(
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Mount a separate disk of 4 MiB."""
+    """Mount a separate 4 MiB disk."""
     mounted = tmp_path_factory.mktemp("disk")
     if os.geteuid() != 0:
         pytest.skip("only root may mount a disk")
@@ -172,7 +172,7 @@ def small(
 
 @contextmanager
 def full(disk: Path) -> Iterator[None]:
-    """Fill the disk until the block ends."""
+    """Keep the disk full until the `with` block ends."""
     filler = disk / "filler"
     try:
         with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -206,8 +206,8 @@ SLOW_VIDEO = (
 
 def test_a_full_disk_is_a_typed_error_without_leftovers(small: Served, disk: Path) -> None:
     """While the disk is full, routes that store data return 507 `storage_full`, and a running job
-    fails with that code. Everything else continues to work, and these routes work again once space
-    is free.
+    fails with that code. Everything else continues to work, and the routes that store data work
+    again once space is free.
     """
     with small.client() as client:
         client.send(request(FIRST, session_id="walk"))
@@ -256,7 +256,7 @@ def test_a_full_disk_is_a_typed_error_without_leftovers(small: Served, disk: Pat
 
 
 def test_nothing_outlives_a_killed_server(small: Served) -> None:
-    """After `kill -9` of the server process during a chunk, the engine and its worker end within 5
+    """After `kill -9` of the server process during a chunk, the engine and its worker exit within 5
     s.
     """
     Watcher(small)
@@ -272,7 +272,7 @@ def test_nothing_outlives_a_killed_server(small: Served) -> None:
 @pytest.mark.nightly
 def test_a_stopped_worker_counts_as_a_dead_engine(start: Start) -> None:
     """A worker stopped by SIGSTOP is killed after `rank_timeout_s`. Clients then get an error, and
-    the server exits with 70.
+    the server exits with status 70.
     """
     server = start(*MP)
     check_engine_death(server, named(server, "Worker"), signal.SIGSTOP, RANK_TIMEOUT_S + 1)
@@ -280,8 +280,8 @@ def test_a_stopped_worker_counts_as_a_dead_engine(start: Start) -> None:
 
 @pytest.mark.nightly
 def test_ctrl_c_exits_with_0(start: Start) -> None:
-    """After Ctrl-C, the server exits with 0. The engine gets the signal at the same moment but is
-    not reported as dead.
+    """After Ctrl-C, the server exits with status 0. The engine gets the signal at the same time as
+    the server but is not reported as dead.
     """
     server = start(*MP)
     os.killpg(server.process.pid, signal.SIGINT)

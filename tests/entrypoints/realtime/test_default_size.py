@@ -40,8 +40,8 @@ def engine_config(model: Path, omni: dict[str, Any]) -> Any:
 def test_a_model_is_served_at_the_size_it_was_trained_at(
     tmp_path: Path, name: str, layout: str, size: tuple[int, int]
 ) -> None:
-    """The engine, the endpoints and the page use the size that the model was trained at unless an
-    option sets another one.
+    """The engine, the endpoints and the page use the size that the model was trained at, unless an
+    option sets a different size.
     """
     model, family = tmp_path / "model", get_family(name)
     family.make_tiny(model, 0, layout)
@@ -63,8 +63,8 @@ def test_a_model_is_served_at_the_size_it_was_trained_at(
 def test_waypoint_frames_are_16_to_9(
     layout: str, cells: tuple[int, int], size: tuple[int, int]
 ) -> None:
-    """The native size of a Waypoint model follows from the grid in its checkpoint: one of two sizes
-    with an aspect ratio of 16:9.
+    """The native size of a Waypoint model is derived from the grid in its checkpoint. It is one of
+    two sizes with an aspect ratio of 16:9.
     """
     height, width = cells
     grid = {"height": height, "width": width, "tokens_per_frame": height * width}
@@ -81,8 +81,8 @@ def test_the_planner_uses_the_same_size(name: str, size: tuple[int, int]) -> Non
 
 
 def test_the_planner_uses_the_settings_of_the_world_description(tmp_path: Path) -> None:
-    """The planner uses the same settings as a server for that directory would, unless an argument
-    overrides them.
+    """The planner uses the same settings as a server for the same checkpoint directory, unless an
+    argument overrides them.
     """
     write_world(tmp_path / "world")
     model = model_of(str(tmp_path / "world"))

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draining, tested without a server: which work is finished or refused, and when each session is
-saved.
-"""
+"""Draining without a server: which work is finished or refused, and when each session is saved."""
 
 import asyncio
 from typing import Any
@@ -18,7 +16,7 @@ from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManag
 
 
 class Keeper:
-    """Records at which chunk each session was saved."""
+    """Records the chunk index at which each session is saved."""
 
     def __init__(self, manager: SessionManager, fails: bool = False) -> None:
         self.saved: list[tuple[str, int]] = []
@@ -33,7 +31,7 @@ class Keeper:
 
 
 class Source(LiveChunks):
-    """Controls of a live run. A paused run waits for its client for ever."""
+    """Controls of a live run. A paused run waits for its client indefinitely."""
 
     def __init__(self, paused: bool = False) -> None:
         self.paused = paused
@@ -136,7 +134,7 @@ def test_a_live_stream_is_saved_before_its_client_gets_the_error(
 
 def test_draining_waits_until_the_last_error_is_sent() -> None:
     """Draining waits until the last error has been sent, because otherwise the server's exit could
-    close the socket with another code first.
+    close the socket first, with a different code.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
@@ -163,7 +161,7 @@ def test_draining_waits_until_the_last_error_is_sent() -> None:
 
 
 def test_an_idle_session_is_saved_once_and_an_empty_one_not() -> None:
-    """Only the one of two idle sessions that has a session in the engine is saved, and it is saved
+    """Of two idle sessions, only the one that exists in the engine is saved, and it is saved only
     once.
     """
 
@@ -179,8 +177,8 @@ def test_an_idle_session_is_saved_once_and_an_empty_one_not() -> None:
 
 
 def test_nothing_new_starts() -> None:
-    """While the server drains, new sessions, requests and waiting requests are refused. A `restart`
-    does not discard the session.
+    """While the server drains, new sessions, new requests and waiting requests are refused. A
+    `restart` does not discard the session.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:

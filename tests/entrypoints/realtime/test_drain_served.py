@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After SIGTERM, a real `vllm serve` finishes the chunk in flight and saves its sessions, and the
+"""After SIGTERM, a real `vllm serve` finishes the chunks in flight and saves its sessions, and the
 next server restores them.
 """
 
@@ -48,8 +48,8 @@ def first(
 def test_sigterm_finishes_the_chunk_saves_and_the_next_server_continues(
     first: Served, retained: Path, null_world: Path, tmp_path: Path
 ) -> None:
-    """A walk of four slow chunks is interrupted after the chunk in flight, and an idle session is
-    saved too. Both sessions continue on the next server.
+    """SIGTERM ends a walk of four slow chunks once the chunks in flight are finished. The server
+    saves the walk's session and an idle session. Both sessions continue on the next server.
     """
     slow = {"step_ms": 150.0}
     path = camera(FIRST + 3 * LATER)

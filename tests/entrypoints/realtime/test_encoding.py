@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders of live video: what a client decodes, key frames, bitrate, and the choice of the encoder
-at server start.
+"""Live video encoders: the frames that a client decodes, key frames, bitrate, and the choice of an
+encoder when the server starts.
 """
 
 import io
@@ -41,7 +41,7 @@ CPU = Implementations(EncoderChoice("h264", "libx264"), EncoderChoice("jpeg", "p
 
 
 def scene(num_frames: int, height: int = 96, width: int = 160, first: int = 0) -> np.ndarray:
-    """Return a smooth image that moves by two pixels per frame."""
+    """Return frames of a smooth image that moves by two pixels per frame."""
     y, x = np.mgrid[0:height, 0 : width + 2 * (first + num_frames)]
     wide_HWC = np.stack([128 + 100 * np.sin(x / 9), 128 + 90 * np.cos(y / 7), 60 + x % 130], -1)
     return np.stack(
@@ -61,8 +61,8 @@ def stamped(
 
 
 def decode_h264(parts: list[EncodedPart]) -> np.ndarray:
-    """Decode access units one at a time, as WebCodecs does. Every access unit must give its frame
-    immediately.
+    """Decode access units one at a time, as WebCodecs does. The decoder must return the frame of
+    each access unit immediately.
     """
     decoder: Any = av.CodecContext.create("h264", "r")
     decoder.flags |= 1 << 19  # low delay
@@ -80,8 +80,8 @@ def psnr_db(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def test_every_frame_has_chunk_number_time_and_newest_input() -> None:
-    """Every encoded frame carries its chunk index, frame number, time and newest input. The time of
-    frame n is n / fps after the first frame of the session.
+    """Every encoded frame carries its chunk index, frame number, time and newest input. Frame n is
+    n / fps seconds after the session's first frame.
     """
     frames = stamped(scene(2), first=9, chunk=1, input_id="key-7")
     assert frames.stamps == [
@@ -94,10 +94,9 @@ def test_every_frame_has_chunk_number_time_and_newest_input() -> None:
 
 @pytest.mark.parametrize("codec", ["jpeg", "webp", "raw", "delta_gzip", "mp4", "fmp4", "h264"])
 def test_every_codec_returns_the_frames(codec: Any) -> None:
-    """Every codec returns the frames when they are decoded with the decoder that its clients use.
-    The tolerance is 36 dB for H.264, the quality for which its encoder is chosen, and 30 dB for
-    images and files, because WebP and MP4 store colours at half the resolution. Lossless codecs
-    return the same bytes.
+    """The decoder that a codec's clients use returns the encoded frames. The tolerance is 36 dB for
+    H.264, the quality for which its encoder is chosen, and 30 dB for images and files, because WebP
+    and MP4 store colours at half the resolution. Lossless codecs return the original bytes.
     """
     frames_THWC = scene(4)
     encoders = SessionEncoders(lambda: CPU)
@@ -125,8 +124,8 @@ def test_every_codec_returns_the_frames(codec: Any) -> None:
 
 
 def test_chunk_borders_need_no_key_frame() -> None:
-    """In a stream of several chunks, only the first frame is a key frame, and every access unit
-    gives its frame immediately.
+    """In a stream of several chunks, only the first frame is a key frame, and the decoder returns
+    the frame of each access unit immediately.
     """
     encoder = H264Encoder("libx264", FPS)
     frames_THWC = scene(33)
@@ -163,8 +162,8 @@ def test_the_profile_is_the_one_that_every_browser_decodes() -> None:
 
 
 def test_the_bitrate_changes_without_a_key_frame() -> None:
-    """After the bitrate of a stream of noise is lowered, the stream falls from megabits to about
-    the new bitrate within a second, without a key frame.
+    """After the target bitrate of a noise stream is lowered, the actual bitrate falls from megabits
+    to about the target within a second, without a key frame.
     """
     rng = np.random.default_rng(0)
     encoder = H264Encoder("libx264", FPS, 4_000_000)
@@ -191,8 +190,8 @@ def test_the_bitrate_stays_within_its_limits() -> None:
 
 
 def test_odd_sides_and_a_new_size_are_encoded() -> None:
-    """Frames with odd heights or widths are padded. A frame of a new size starts a new stream with
-    a key frame.
+    """Frames with odd heights or widths are padded. A frame of a different size starts a new stream
+    with a key frame.
     """
     encoder = H264Encoder("libx264", FPS)
     odd = encoder.encode(stamped(scene(2, 47, 63)))
@@ -203,8 +202,8 @@ def test_odd_sides_and_a_new_size_are_encoded() -> None:
 
 
 def test_a_stream_continues_if_times_start_again() -> None:
-    """A session that starts again sends frame 0 twice. Its stream continues, although encoders
-    require increasing times.
+    """A session that starts again encodes frame 0 twice. Its stream continues, although encoders
+    require increasing timestamps.
     """
     encoder = H264Encoder("libx264", FPS)
     parts = encoder.encode(stamped(scene(3))) + encoder.encode(stamped(scene(3)))
@@ -212,7 +211,7 @@ def test_a_stream_continues_if_times_start_again() -> None:
 
 
 def test_wrong_frames_are_refused() -> None:
-    """Frames with a float dtype are refused, because they would be encoded as noise."""
+    """Frames with a float dtype are rejected, because the encoded video would be noise."""
     with pytest.raises(ValueError, match="uint8"):
         H264Encoder("libx264", FPS).encode(stamped(scene(1).astype(np.float32)))
 
@@ -251,7 +250,7 @@ def test_a_session_holds_few_encoders() -> None:
 
 
 class FakeGpuEncoder(StatelessEncoder):
-    """Simulates an encoder on a GPU."""
+    """A simulated GPU encoder."""
 
     def encode(self, frames: StampedFrames) -> list[EncodedPart]:
         return [EncodedPart(b"gpu", frames.stamps, 256, 256)]
@@ -276,8 +275,8 @@ def test_the_first_implementation_that_encodes_is_used() -> None:
 
 
 def test_the_reason_has_no_arguments_of_ffmpeg() -> None:
-    """The reported reason omits FFmpeg's arguments. PyAV's errors contain the whole call with all
-    options of the encoder.
+    """The reported reason omits FFmpeg's arguments, although PyAV's errors contain the whole call
+    with all encoder options.
     """
     call = "avcodec_open2(\"h264_nvenc\", {'preset': 'p4'})"
 

@@ -41,8 +41,8 @@ LIMITS = EndpointLimits(max_image_bytes=1 << 20, max_image_pixels=1 << 20)
 
 
 def test_limits_come_from_the_environment() -> None:
-    """Each limit can be set by an environment variable. Limits whose variable is not set keep their
-    defaults.
+    """Each limit can be set by an environment variable. A limit whose variable is not set keeps its
+    default.
     """
     limits = read_struct(
         EndpointLimits,
@@ -53,8 +53,8 @@ def test_limits_come_from_the_environment() -> None:
 
 @pytest.mark.parametrize("value", ["", "x", "0", "-1", "1.5"])
 def test_a_bad_limit_names_its_variable(value: str) -> None:
-    """The error for an invalid limit is one line with the variable, its value and the allowed
-    values.
+    """The error for an invalid limit is one line that states the variable, its value and the
+    allowed values.
     """
     with pytest.raises(ValueError, match=f"VLLM_OMNI_MAX_CONNECTIONS='{value}': Expected"):
         read_struct(EndpointLimits, {"VLLM_OMNI_MAX_CONNECTIONS": value})
@@ -75,8 +75,8 @@ def config(
 
 
 def test_a_family_overrides_only_the_values_that_differ(lingbot_world: Path) -> None:
-    """A model family overrides only the values that differ from the defaults, which are those of a
-    model like Causal Wan. Sizes and session limits come from the deployment.
+    """A model family overrides only the values that differ from the defaults, which suit a model
+    such as Causal Wan. Sizes and session limits come from the deployment.
     """
     assert StreamInfo.from_vllm_config(config(), "m") == StreamInfo(
         height=64, width=128, max_sessions=3, model="m"
@@ -148,8 +148,8 @@ ROTATED[0x0112] = 3  # upside down
     ],
 )
 def test_odd_but_legal_images_keep_their_colours(data: bytes, colour: int) -> None:
-    """Unusual but valid images are converted to RGB at the requested size. Colours differ by at
-    most 3 levels because of JPEG compression and palettes.
+    """Unusual but valid images are converted to RGB at the requested size. Because of JPEG
+    compression and palettes, colours may differ from the original by at most 3 levels.
     """
     image = load_image(data, 16, 24, LIMITS)
     assert (image.dtype, image.shape) == (np.uint8, (16, 24, 3))
@@ -208,7 +208,7 @@ def test_photos_are_turned_upright() -> None:
 
 
 def bomb(width: int, height: int) -> bytes:
-    """Return a PNG whose header claims a huge image."""
+    """Return a PNG whose header declares the given size, however large."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return len(body).to_bytes(4) + kind + body + zlib.crc32(kind + body).to_bytes(4)
@@ -241,8 +241,8 @@ def bomb(width: int, height: int) -> bytes:
     ],
 )
 def test_data_other_than_allowed_images_is_refused(data: Any, code: str) -> None:
-    """Data that is not an allowed image is refused with a fixed error text. The check uses only the
-    header where possible.
+    """Data that is not an allowed image is rejected with a fixed error text. The check uses only
+    the header where possible.
     """
     with pytest.raises(EndpointError) as refused:
         load_image(data, 16, 16, LIMITS)
@@ -263,8 +263,8 @@ def make_run() -> SessionRun:
 
 
 def test_a_slow_reader_blocks_the_producer() -> None:
-    """`wait_for_reader` returns only when few enough chunks are undelivered, however many messages
-    a chunk consists of.
+    """`wait_for_reader` returns only once few enough chunks are undelivered, however many messages
+    each chunk consists of.
     """
 
     async def scenario() -> None:
@@ -294,7 +294,9 @@ def test_a_slow_reader_blocks_the_producer() -> None:
 
 
 def test_undelivered_replies_are_never_dropped() -> None:
-    """A run keeps every reply that its reader has not received."""
+    """While a run is active, undelivered replies are never dropped. After it has finished, they may
+    be dropped, and a reader then gets `resync_required`.
+    """
 
     async def scenario() -> None:
         run = make_run()
@@ -309,7 +311,7 @@ def test_undelivered_replies_are_never_dropped() -> None:
 
 
 def test_a_json_message_of_very_many_values_is_refused_before_it_is_decoded() -> None:
-    """A message with very many values is refused before it is decoded. A start message may still be
+    """A message with too many values is rejected before it is decoded. A start message may still be
     large, because its image is a single value.
     """
     image = '{"image_reference":"' + "A" * 1_000_000 + '"}'

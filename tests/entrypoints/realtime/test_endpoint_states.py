@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stateful test of the camera endpoint: hypothesis sends messages in any order over a real socket
-and compares the endpoint with a model of its sessions.
+"""Stateful test of the camera endpoint: Hypothesis sends messages in any order over a real socket
+and compares the endpoint's behaviour with a model of its sessions.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ MAX_SESSIONS = 2
 
 class EndpointStates(RuleBasedStateMachine):
     """Model of the endpoint's state. `next_chunk` holds the index of the next chunk of each live
-    session. There is only one connection at a time, but it may be replaced.
+    session. Only one connection is open at a time; `reconnect` replaces it.
     """
 
     def __init__(self) -> None:
@@ -51,8 +51,8 @@ class EndpointStates(RuleBasedStateMachine):
 
     @rule(name=NAMES, more=st.integers(0, 2), data=st.data())
     def start(self, name: str, more: int, data: st.DataObject) -> None:
-        """An infer message with an image starts or restarts a session, or is refused because the
-        server is full.
+        """An infer message with an image starts or restarts a session, or is refused if the server
+        is full.
         """
         message = infer(FIRST + more * LATER, session_id=name, protocol_version=1)
         if name in self.next_chunk:
@@ -109,7 +109,9 @@ class EndpointStates(RuleBasedStateMachine):
 
     @rule(name=NAMES, other=NAMES)
     def branch(self, name: str, other: str) -> None:
-        """A branch copies a live session to an unused name if the server has capacity."""
+        """A branch copies a live session to a new name if that name is unused and the server has
+        capacity.
+        """
         response = self.client.request(
             {"endpoint": "branch", "session_id": name, "new_session_id": other}
         )
@@ -147,8 +149,8 @@ class EndpointStates(RuleBasedStateMachine):
 
     @invariant()
     def the_engine_agrees(self) -> None:
-        """The engine holds exactly the live sessions. Between messages, no request runs and no
-        message is undelivered.
+        """The engine holds exactly the live sessions. Between messages, no request is running and
+        no message is undelivered.
         """
         if hasattr(self, "client"):
             assert self.client.request({"endpoint": "ping", "t": 1.0})["type"] == "pong"

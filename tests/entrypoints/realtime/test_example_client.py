@@ -43,7 +43,7 @@ def run(endpoint: EndpointServer, *arguments: object, script: str = "world_camer
 def test_a_camera_path_becomes_a_video(
     endpoint: EndpointServer, engine: FakeEngine, image: Path, tmp_path: Path
 ) -> None:
-    """Two runs of the client with 24 poses each continue one session without losing a pose, and the
+    """Two consecutive client runs of 24 poses each use one session without losing a pose, and the
     video file contains every frame.
     """
     path = camera(48)
@@ -75,7 +75,7 @@ def test_a_camera_path_becomes_a_video(
 def test_keys_and_every_codec(
     endpoint: EndpointServer, engine: FakeEngine, image: Path, tmp_path: Path, codec: str
 ) -> None:
-    """Every codec gives the same frames, apart from its compression loss."""
+    """Every codec yields the same frames, apart from its compression loss."""
     output = tmp_path / "walk.npy"
     finished = run(
         endpoint, "--image", image, "--keys", "w*2 wl - j", "--codec", codec, "--output", output
@@ -94,8 +94,8 @@ def test_keys_and_every_codec(
 def test_actions_of_any_model(
     make_endpoint: Callable[..., EndpointServer], engine: FakeEngine, tmp_path: Path, script: str
 ) -> None:
-    """Buttons and axes control a world model that takes neither a prompt nor a start image. The
-    error for a control that the model does not have names the control.
+    """Buttons and axes control a world model that takes neither a prompt nor a start image. A
+    control that the model does not have is rejected with an error that lists the model's controls.
     """
     axis = Axis(name="yaw", title="turn", unit="of a turn", low=-1, high=1)
     buttons = (Button("run", "run"), Button("jump", "jump"))
@@ -163,8 +163,8 @@ def test_a_refusal_is_one_line_and_status_1(
 def test_errors_are_shown_without_a_progress_bar(
     endpoint: EndpointServer, engine: FakeEngine, image: Path, tmp_path: Path
 ) -> None:
-    """The error for an unknown session names its id, and the error for a missing start image names
-    its path.
+    """The error for an unknown session contains the session's id, and the error for a missing start
+    image contains the image's path.
     """
     unknown = run(endpoint, "--session-id", "gone", "--output", tmp_path / "x.mp4")
     assert unknown.returncode == 1
@@ -183,7 +183,7 @@ def test_errors_are_shown_without_a_progress_bar(
 def test_a_server_that_does_not_answer_is_named(
     endpoint: EndpointServer, image: Path, script: str
 ) -> None:
-    """If the server does not respond, the error is one line with a hint."""
+    """If the server does not respond, the client prints a one-line error with a hint."""
     no_client = ("--server", "ws://127.0.0.1:9")
     finished = run(
         endpoint, *no_client, "--image", image, "--keys", "w*3", "--output", "x.mp4", script=script

@@ -23,15 +23,15 @@ from vllm_omni.entrypoints.realtime.connection import codec
 from vllm_omni.session_files.snapshot import MAX_TABLE_BYTES
 
 HELD_MS = 800.0
-"""Maximum delay of another client in milliseconds while both clients run on two cores that other
-processes use too. Without the frame budget, delays of 4 s to 10 s were measured.
+"""Maximum delay of another client, in milliseconds. Both clients share two cores with other
+processes. Without the frame budget, delays of 4 s to 10 s were measured.
 """
 
 
 def shortest_wait_ms(attack: Callable[[], float], tries: int = 3) -> float:
-    """Run up to `tries` attacks until one of them delays other clients by less than `HELD_MS`, and
-    return the shortest delay. An attack that blocks the server causes a delay in every run, whereas
-    a busy machine does so only in some runs.
+    """Run the attack up to `tries` times, stopping once it delays other clients by less than
+    `HELD_MS`, and return the shortest delay. An attack that blocks the server causes a delay in
+    every run, whereas a busy machine does so only in some runs.
     """
     waits_ms: list[float] = []
     while len(waits_ms) < tries and min(waits_ms, default=HELD_MS) >= HELD_MS:
@@ -65,7 +65,7 @@ def test_a_flood_of_small_frames_ends_its_own_socket_only(served: Served, data: 
 
 
 def values(count: int) -> bytes:
-    """Return a camera request with `count` values that no endpoint accepts."""
+    """Return a camera request that contains `count` values and that no endpoint accepts."""
     rows = [[0.0] * 15] * (count // 16)
     return codec.encode(
         {
@@ -81,8 +81,8 @@ def values(count: int) -> bytes:
 def test_messages_of_many_values_end_their_own_socket_only(
     served: Served, count: int, code: str
 ) -> None:
-    """Another client still receives its chunks while eight sockets send messages of many values and
-    reconnect whenever they are closed.
+    """Another client still receives its chunks while eight clients send messages with many values
+    and reconnect whenever their sockets are closed.
     """
     message = values(count)
     stop, ends = threading.Event(), []
@@ -148,8 +148,8 @@ def snapshot(served: Served) -> Iterator[bytes]:
 
 
 def test_a_snapshot_of_a_long_table_is_refused_by_its_first_bytes(served: Served) -> None:
-    """A snapshot upload with a table that is too long is refused as soon as the table's length has
-    arrived, before the client has sent the rest.
+    """An uploaded snapshot with a table that is too long is rejected as soon as the table's length
+    has arrived, before the client has sent the rest.
     """
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=seconds(5))
     with contextlib.closing(connection):
@@ -162,7 +162,7 @@ def test_a_snapshot_of_a_long_table_is_refused_by_its_first_bytes(served: Served
 
 
 def test_a_snapshot_of_a_million_tensors_is_refused_unread(served: Served, snapshot: bytes) -> None:
-    """A snapshot that names too many tensors is refused without delaying chunks or pings, even if
+    """A snapshot that names too many tensors is rejected without delaying chunks or pings, even if
     its header is within the size limit.
     """
     empty = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
@@ -213,8 +213,8 @@ def test_a_snapshot_of_a_million_tensors_is_refused_unread(served: Served, snaps
 def test_a_snapshot_has_the_limits_of_a_request(
     served: Served, snapshot: bytes, field: str, value: Any, code: str
 ) -> None:
-    """A value that is not allowed in a request is refused with the same code if it occurs in any
-    part of a snapshot.
+    """A value that is not allowed in a request is also rejected, with the same code, in any part of
+    a snapshot.
     """
     for slot in ("opening", "scalars"):
 
@@ -231,8 +231,8 @@ def test_a_snapshot_has_the_limits_of_a_request(
 
 
 def test_slow_bodies_end_and_block_no_one(served: Served, snapshot: bytes) -> None:
-    """Two uploads and a video request that arrive at one byte per second end with 408. Meanwhile,
-    other snapshot requests succeed.
+    """Two uploads and a video request that arrive at one byte per second end with 408. Meanwhile, a
+    snapshot download succeeds, and a third upload by the same client gets `busy`.
     """
     ends: list[tuple[str, int, float]] = []
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fragmented MP4: a browser can append every fragment, and all fragments concatenated are a valid
+"""Fragmented MP4: a browser can append every fragment, and the concatenated fragments are a valid
 file.
 """
 
@@ -79,8 +79,8 @@ def test_fragments_carry_their_time_and_number() -> None:
 
 
 def test_the_mime_type_names_the_codec() -> None:
-    """The MIME type names the codec, as `MediaSource.addSourceBuffer` requires. The MIME type is
-    available after the first frame.
+    """The MIME type names the codec, as `MediaSource.addSourceBuffer` requires, and is available
+    after the first frame.
     """
     encoder = FragmentEncoder(16.0)
     assert encoder.mime_type is None
@@ -90,7 +90,7 @@ def test_the_mime_type_names_the_codec() -> None:
 
 
 def test_odd_sides_are_padded() -> None:
-    """Odd heights and widths are padded, because H.264 in yuv420p requires even ones."""
+    """Odd heights and widths are padded, because H.264 in yuv420p requires even sizes."""
     video_THWC, _ = decode_mp4(FragmentEncoder(16.0).encode_fragment(frames(0, 2, 31, 47), 0))
     assert video_THWC.shape == (2, 32, 48, 3)
 

@@ -47,8 +47,8 @@ def actions(engine: FakeEngine) -> list[Any]:
 def test_a_script_in_init_steers_the_first_chunks(
     client: GenerateClient, engine: FakeEngine, script: Any, expected: list[Any]
 ) -> None:
-    """A script of four entries fills a chunk of three latent frames and a part of the next chunk,
-    the rest of which is filled with idle entries. (U)
+    """A script of four entries fills a chunk of three latent frames and part of the next chunk.
+    Idle entries fill the rest of that chunk. (U)
     """
     client.init(max_chunks=3, condition_inputs=script and {"camera_actions": script})
     for _ in range(3):
@@ -77,8 +77,8 @@ def test_events_act_from_the_next_chunk_on(client: GenerateClient, engine: FakeE
 def test_a_prompt_switches_once_and_never_in_chunk_0(
     client: GenerateClient, engine: FakeEngine
 ) -> None:
-    """The later of two prompts takes effect once, and never in chunk 0 (U). A key event that is
-    older than a prompt does not mask the prompt's event id.
+    """Of two prompts, only the later takes effect, once, and never in chunk 0 (U). A key event that
+    is older than a prompt does not mask the prompt's event id.
     """
     engine.delay_s = 0.15
     client.init()
@@ -96,7 +96,7 @@ def test_a_prompt_switches_once_and_never_in_chunk_0(
 
 def test_adapters_of_init_and_of_an_event(client: GenerateClient, engine: FakeEngine) -> None:
     """Adapters may be selected in `init` and by an event. The first chunk that uses the adapters
-    reports their names and strengths. A malformed list of adapters has no effect.
+    reports their names and strengths. A malformed adapter list has no effect.
     """
     engine.delay_s = 0.15
     client.init(lora=[{"name": "ink"}])
@@ -158,8 +158,8 @@ def test_a_composite_event_is_all_or_nothing(client: GenerateClient, engine: Fak
 def test_an_invalid_event_is_one_error_and_the_session_continues(
     client: GenerateClient, engine: FakeEngine, event: Any
 ) -> None:
-    """An invalid event gets one error and the session continues. Events of extensions that were not
-    requested are invalid too. (U)
+    """An invalid event gets one error and the session continues. Events from extensions that were
+    not requested are invalid too. (U)
     """
     engine.delay_s = 0.02
     client.init()
@@ -292,8 +292,8 @@ def test_a_chunk_needs_a_credit(extended: ExtendedClient, engine: FakeEngine) ->
 
 
 def test_pause_resume_reset_and_stop(extended: ExtendedClient, engine: FakeEngine) -> None:
-    """A paused session requests no chunks, `reset` starts the same session again, and `stop` closes
-    it normally.
+    """A paused session requests no chunks, `reset` restarts the session, and `stop` closes it
+    normally.
     """
     engine.delay_s = 0.02
     extended.init(extensions=["control"])
@@ -324,7 +324,7 @@ def test_a_paused_session_without_messages_is_idle(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
     """A paused session whose client sends no messages counts as idle, because otherwise it would
-    hold its slot for ever.
+    hold its slot indefinitely.
     """
     with ExtendedClient(make_endpoint(idle_timeout_s=0.3).port) as client:
         client.init(extensions=["credit"])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lifecycle of a session at `/v1/realtime_video/generate`, with real sockets, a real uvicorn server
-and a fake engine.
+"""Session lifecycle at `/v1/realtime_video/generate`, with real sockets, a real uvicorn server and
+a fake engine.
 
 (U) marks behaviour of SGLang's server that unmodified clients depend on.
 """
@@ -74,8 +74,8 @@ def test_a_bad_init_is_one_error_and_a_good_one_follows(
 def test_javascript_numbers_and_unknown_keys_are_accepted(
     client: GenerateClient, engine: FakeEngine
 ) -> None:
-    """Large integers may arrive as floats, because JavaScript sends them so. Settings that the
-    deployment fixes may be present, because the WebUI sends them. (U)
+    """Integers may arrive as floats, because JavaScript clients may send them as floats. A request
+    may contain settings that the deployment fixes, because the WebUI sends them. (U)
     """
     webui = {
         "num_frames": 9.0,
@@ -213,8 +213,8 @@ def test_a_failed_chunk_ends_with_its_reason_and_a_close_frame(
 
 
 def test_a_text_frame_does_not_end_the_session(client: GenerateClient, engine: FakeEngine) -> None:
-    """One WebSocket text frame does not end the session, but the third closes the connection with
-    1003.
+    """One WebSocket text frame does not end the session, but the third text frame closes the
+    connection with 1003.
     """
     engine.delay_s = 0.05
     client.init()
@@ -235,7 +235,7 @@ def test_an_idle_connection_is_closed_but_a_stream_is_not(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
     """An idle connection is closed with 4010 and without an error message, because the WebUI would
-    show such a message for ever. A client that only watches a stream is not idle.
+    show such a message indefinitely. A client that only watches a stream is not idle.
     """
     endpoint = make_endpoint(idle_timeout_s=0.3)
     engine.delay_s = 0.2

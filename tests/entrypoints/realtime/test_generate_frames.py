@@ -74,8 +74,8 @@ STATS_FIELDS = {
 
 
 def test_messages_have_the_known_form_byte_for_byte(endpoint: EndpointServer) -> None:
-    """Header and payload form one map with sixteen header fields, and the stats message has
-    eighteen fields. `type` comes first, and all numbers are integers. (U)
+    """The header and payload form one map with sixteen header fields, and the stats message has
+    eighteen fields. In both messages, `type` comes first and all numbers are integers. (U)
     """
     with GenerateClient(endpoint.port) as client:
         client.init(max_chunks=1)
@@ -125,8 +125,8 @@ def test_large_payloads_are_separate_messages(
 def test_no_message_comes_between_header_and_payload(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """A hundred invalid events are answered while chunks are sent, but no reply comes between a
-    header and its payload. (U)
+    """The server replies to a hundred invalid events while it sends chunks, but no reply comes
+    between a header and its payload. (U)
     """
     endpoint = make_endpoint(info={"width": 128, "height": 64})
     with GenerateClient(endpoint.port) as client:
@@ -134,7 +134,7 @@ def test_no_message_comes_between_header_and_payload(
         for number in range(100):
             client.event("dance", number, event_id=number)
         errors, chunks = 0, 0
-        # `receive` takes the message after a header as the header's payload.
+        # `receive` treats the message after a header as the header's payload.
         while chunks < 20 or errors < 100:
             message = client.receive()
             errors += message["type"] == "error"
@@ -157,7 +157,7 @@ def test_chunks_are_split_by_frames(make_endpoint: MakeEndpoint) -> None:
 
 @pytest.mark.parametrize("kind", ["jpeg", "webp"])
 def test_images_decode_to_the_size_in_the_header(client: GenerateClient, kind: str) -> None:
-    """Every frame is one image file, with its length in `payload_lengths`. Frames are scaled down
+    """Every frame is one image file, whose length is in `payload_lengths`. Frames are scaled down
     to the preview width but never up. (U)
     """
     client.init(

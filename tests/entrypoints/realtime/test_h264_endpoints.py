@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """H.264 over the two WebSocket endpoints: every message contains one access unit, which the tests
-decode in the way that WebCodecs does.
+decode as WebCodecs does.
 """
 
 import threading
@@ -35,7 +35,7 @@ SIZE = {"height": 32, "width": 48}
 
 
 def decode_units(units: list[bytes]) -> np.ndarray:
-    """Return the decoded frames, [T, H, W, 3]."""
+    """Return the decoded frames. Shape: [T, H, W, 3]."""
     decoder: Any = av.CodecContext.create("h264", "r")
     frames = [frame for unit in units for frame in decoder.decode(av.Packet(unit))]
     frames += decoder.decode(None)
@@ -60,8 +60,8 @@ def generate(
 
 def test_requests_of_a_session_are_one_stream(client: Client) -> None:
     """The requests of a session form one stream, in which only the first frame is a key frame.
-    Frame n of the fake engine has the brightness n, and each message contains its frame number,
-    time and request id.
+    Frame n from the fake engine has brightness n, and each message contains its frame number, time
+    and request id.
     """
     messages = generate(client, FIRST) + generate(client, LATER) + generate(client, LATER, number=1)
     assert [message["first_frame"] for message in messages] == list(range(FIRST + 2 * LATER))
@@ -83,8 +83,9 @@ def test_requests_of_a_session_are_one_stream(client: Client) -> None:
 def test_a_bad_network_lowers_the_bitrate_and_loses_no_frame(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """Over a network with 4 Mbit/s, 2 % loss and up to 50 ms jitter, which is too slow for a stream
-    of noise, every frame arrives in order, and the bitrate falls below the bandwidth.
+    """A network with a bandwidth of 4 Mbit/s, 2 % packet loss and up to 50 ms of jitter is too slow
+    for a video of noise at the initial bitrate. Every frame still arrives in order, and the bitrate
+    falls below the bandwidth.
     """
     engine.noise = True
     endpoint = make_endpoint(info={"height": 96, "width": 160, "fps": 24.0})
@@ -175,7 +176,7 @@ def test_generate_sends_an_access_unit_per_message(endpoint: EndpointServer) -> 
 def test_an_unknown_codec_is_refused_and_nothing_starts(
     endpoint: EndpointServer, client: Client
 ) -> None:
-    """Both endpoints refuse an unknown codec with an error that names it, and open no session."""
+    """Both endpoints reject an unknown codec with an error and open no session."""
     client.send(infer(extra_body={"video_format": "av1"}))
     refusal = client.receive()
     assert (refusal["code"], refusal["param"]) == ("unsupported_codec", "video_format")
@@ -189,8 +190,8 @@ def test_an_unknown_codec_is_refused_and_nothing_starts(
 
 
 def test_the_bitrate_follows_the_client() -> None:
-    """A chunk that takes most of its playing time to arrive lowers the target bitrate immediately.
-    Many fast chunks raise the target again, within the limits.
+    """If a chunk takes most of its playing time to arrive, the target bitrate falls immediately.
+    After many fast chunks, the target rises again, within the limits.
     """
     control = BitrateControl()
     control.note_transfer(0.8, 1.0)

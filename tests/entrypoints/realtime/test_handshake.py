@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handshakes of the realtime endpoints: origins, subprotocols, and expensive work that runs outside
+"""Handshakes of the realtime endpoints (origins and subprotocols), and expensive work that runs off
 the event loop.
 """
 
@@ -87,8 +87,9 @@ def test_pages_from_a_file_or_any_origin_can_be_allowed(
     ],
 )
 def test_a_subprotocol_is_echoed(endpoint: EndpointServer, path: str, offered: str) -> None:
-    """If a client offers another subprotocol in addition to a ticket, the server selects it,
-    because browsers require this. If a client offers none, none is selected.
+    """If a client offers another subprotocol in addition to a ticket, the server selects that
+    subprotocol, because browsers require a selection. If a client offers no subprotocol, the server
+    selects none.
     """
     url = f"ws://127.0.0.1:{endpoint.port}{path}"
     with connect(url, subprotocols=["ticket.x", offered]) as first, connect(url) as second:
@@ -98,8 +99,8 @@ def test_a_subprotocol_is_echoed(endpoint: EndpointServer, path: str, offered: s
 def test_heavy_work_stays_off_the_event_loop(
     client: Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads decode large messages and images and encode video, so that other clients are not
-    delayed.
+    """Large messages and images are decoded, and video is encoded, in worker threads, so other
+    clients are not delayed.
     """
     threads: dict[str, str] = {}
 

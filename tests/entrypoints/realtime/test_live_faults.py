@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Misbehaving clients of the realtime endpoints, which disconnect, stop reading, read slowly, flood
-the server, or are too many. Other clients are still served.
+"""Other clients are still served when realtime clients disconnect, stop reading, read slowly, flood
+the server or are too numerous.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ from vllm_omni.entrypoints.realtime.generate.handler import PATHS
 from vllm_omni.entrypoints.realtime.world_camera import handler
 
 MakeEndpoint = Callable[..., EndpointServer]
-BIG = {"width": 416, "height": 240}  # a raw chunk of 12 frames has 3.6 MB and fills the buffers
+BIG = {"width": 416, "height": 240}  # a raw chunk of 12 frames is 3.6 MB and fills the buffers
 BIG_INIT = {"size": "416x240"}
-# The deadline is longer than the gap that `steady` allows, so that a client that blocks others
-# until the deadline fails the test.
+# The deadline is longer than the gap that `steady` allows, so the test fails if a client blocks
+# others until the deadline.
 DEADLINE_S = 1.25
 ALL_ENDPOINTS = pytest.mark.parametrize("endpoint_name", ["generate", "video", "world camera"])
 StreamClient = GenerateClient | VideoClient | Client
@@ -55,8 +55,8 @@ def start(client: StreamClient) -> None:
 
 
 class RawClient:
-    """A WebSocket client over a bare socket with a small receive buffer, which reads only on
-    request.
+    """A WebSocket client over a bare socket with a small receive buffer, which reads only when the
+    test tells it to.
     """
 
     def __init__(
@@ -137,8 +137,8 @@ def vanish(client: StreamClient) -> None:
 
 @contextlib.contextmanager
 def cadence(endpoint: EndpointServer, engine: FakeEngine) -> Iterator[list[float]]:
-    """Yield the list to which the arrival times of another client's chunks are added while the
-    `with` block runs. The engine takes 50 ms per chunk.
+    """Yield a list that collects the arrival times of another client's chunks while the `with`
+    block runs. The engine takes 50 ms per chunk.
     """
     engine.delay_s = 0.05
     arrivals: list[float] = []
@@ -163,8 +163,8 @@ def cadence(endpoint: EndpointServer, engine: FakeEngine) -> Iterator[list[float
 
 
 def steady(arrivals: list[float]) -> bool:
-    """Return whether on average at least four of the 20 possible chunks arrived per second, with no
-    gap of a second or more. A busy machine may cause shorter gaps.
+    """Return whether, on average, at least four of the 20 possible chunks per second arrived, with
+    no gap of a second or more. A busy machine may cause shorter gaps.
     """
     gaps_s = [b - a for a, b in itertools.pairwise(arrivals)]
     return len(gaps_s) >= 5 and statistics.mean(gaps_s) < 0.25 and max(gaps_s) < 1.0
@@ -199,8 +199,8 @@ def test_a_client_that_never_reads_is_disconnected(
     make_endpoint: MakeEndpoint, engine: FakeEngine, endpoint_name: str
 ) -> None:
     """The connection of a client that never reads is closed at the send deadline. Until then, the
-    engine does not generate ahead for that client. Afterwards its slot can be used by another
-    client. Other clients are not affected.
+    engine does not generate ahead for that client. Afterwards, another client can use its slot.
+    Other clients are not affected.
     """
     endpoint = make_endpoint(info={**BIG, "max_sessions": 2}, send_deadline_s=DEADLINE_S)
     engine.noise = endpoint_name == "video"
@@ -234,7 +234,7 @@ def test_a_reader_at_a_quarter_of_the_rate_is_closed(
     make_endpoint: MakeEndpoint, engine: FakeEngine, endpoint_name: str
 ) -> None:
     """After the timeout, the connection of a client that reads too slowly is closed with 4008 and
-    the reason. The client's slot is freed, and other clients are not delayed.
+    the reason. Its session slot is freed, and other clients are not delayed.
     """
     timeout_s, bytes_per_s = 0.75, 250_000  # 0.9 s for each raw chunk
     endpoint = make_endpoint(info={**BIG, "max_sessions": 2}, slow_reader_timeout_s=timeout_s)
@@ -317,8 +317,8 @@ def test_a_reader_of_a_few_bytes_is_disconnected(
 
 
 def test_sessions_of_one_client_are_bounded(make_endpoint: MakeEndpoint) -> None:
-    """A client that exceeds its session limit is refused. Another API key has a separate limit, and
-    a freed slot can be used again.
+    """A client that exceeds its session limit is refused. A different API key has a separate limit,
+    and a freed slot can be used again.
     """
     endpoint = make_endpoint(sessions_per_client=2, slot_wait_s=0.2)
     clients = [GenerateClient(endpoint.port) for _ in range(3)]

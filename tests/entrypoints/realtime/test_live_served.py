@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The realtime endpoints of a real `vllm serve --omni`: its engine, its API key, the OpenAI video
-route, and HAProxy in front of it.
+"""The realtime endpoints of a real `vllm serve --omni`, with its engine and API key, the OpenAI
+video route and HAProxy in front.
 """
 
 import base64
@@ -50,7 +50,7 @@ def signatures(client: GenerateClient, count: int) -> list[int]:
 
 
 def test_a_stream_is_reproducible_and_a_prompt_changes_it(served: Served) -> None:
-    """Another session with the same `init` gives the same frames. A prompt switch changes the
+    """Another session with the same `init` yields the same frames. A prompt switch changes the
     frames.
     """
     with generating(served, max_chunks=6) as client:
@@ -66,7 +66,7 @@ def test_a_stream_is_reproducible_and_a_prompt_changes_it(served: Served) -> Non
 
 
 def test_sessions_fill_the_engine(served: Served) -> None:
-    """Three sessions run together and a fourth is refused. The slot of a client that vanishes
+    """Three sessions run together, but a fourth is refused. When a client vanishes, its slot
     becomes free.
     """
     with contextlib.ExitStack() as stack:
@@ -133,8 +133,8 @@ def test_access_units_of_a_real_stream_are_a_video(served: Served) -> None:
 
 @pytest.mark.filterwarnings("ignore:The Sora API")
 def test_a_world_makes_a_video(served: Served) -> None:
-    """A world model generates a video of 13 frames, which consists of a chunk and a part of the
-    next chunk. Frame n of the null world has the grey level n.
+    """A world model generates a video of 13 frames, which consists of a chunk and part of the next
+    chunk. Frame n of the null world has the grey level n.
     """
     with openai.OpenAI(
         base_url=f"http://127.0.0.1:{served.port}/v1", api_key=KEY, max_retries=0
@@ -163,7 +163,7 @@ def first_chunk(port: int, session_id: str) -> np.ndarray:
 @needs_haproxy
 def test_a_session_through_haproxy_has_the_same_frames(served: Served, tmp_path: Path) -> None:
     """HAProxy checks the readiness of a real server and forwards WebSocket connections unchanged,
-    so a session has the same frames.
+    so a session has the same frames as without HAProxy.
     """
     with running_proxy(tmp_path, {"a": f"127.0.0.1:{served.port}"}) as proxy:
         proxy.wait_until_checked(1)

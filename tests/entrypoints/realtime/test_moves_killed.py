@@ -88,7 +88,7 @@ def migrate_quietly(fleet: TestFleet, session_id: str) -> None:
 
 
 def kill_server(fleet: TestFleet, name: str) -> None:
-    """Kill the API server and then its engine, which would otherwise end by itself."""
+    """Kill the API server and then its engine, which would otherwise shut down by itself."""
     server = fleet[name]
     children = family(server)
     psutil.Process(server.process.pid).kill()
@@ -140,7 +140,7 @@ def test_a_rolling_restart_moves_every_session(null_world: Path, tmp_path: Path)
 
 
 class Restartable:
-    """Lets the benchmark restart servers of a `TestFleet`."""
+    """A wrapper that lets the benchmark restart the servers of a `TestFleet`."""
 
     def __init__(self, fleet: TestFleet) -> None:
         self._fleet, self.ports = fleet, fleet.ports
@@ -160,7 +160,8 @@ def test_played_streams_survive_a_rolling_restart_behind_haproxy(
     null_world: Path, tmp_path: Path
 ) -> None:
     """While three servers are stopped and restarted one after another, no stream ends, every chunk
-    arrives once, and no client waits longer than two seconds. The benchmark plays 24 streams.
+    arrives once, and no client waits longer than two seconds. The test plays six streams, whereas
+    the benchmark plays 24.
     """
     benchmark = load_script(ROLLING_RESTART)
     fleet = TestFleet(null_world, tmp_path, names="abc")
@@ -179,8 +180,8 @@ def test_played_streams_survive_a_rolling_restart_behind_haproxy(
 
 
 def test_a_server_that_drains_takes_no_session(null_world: Path, tmp_path: Path) -> None:
-    """A server that drains accepts no sessions: the session stays on its server, and the operator
-    gets an error.
+    """A draining server accepts no sessions from other servers: a session that is to move there
+    stays on its own server, and the operator gets an error.
     """
     fleet = TestFleet(null_world, tmp_path)
     try:

@@ -78,7 +78,7 @@ def test_a_session_continues_bit_for_bit_on_another_server(fleet: TestFleet) -> 
         assert 1 <= len(frames) < 5
         assert "walk" not in live_sessions(a)
         assert "walk" in live_sessions(b)
-        # A later request to the first server gets `moved` with the other server.
+        # A later request to the first server gets `moved` with the other server's name.
         late = client.request(request(LATER, session_id="walk", image=None))
         assert (late["type"], late["server"]) == ("moved", "b")
     wait_for_engine_sessions(a, 0)
@@ -94,7 +94,7 @@ def test_a_session_continues_bit_for_bit_on_another_server(fleet: TestFleet) -> 
 
 
 def test_an_idle_session_moves_there_and_back(fleet: TestFleet) -> None:
-    """A client is notified of a move even if it has no request running, and a session may return to
+    """A client is notified of a move even if it has no request running, and a session can return to
     its first server.
     """
     a, b = fleet["a"], fleet["b"]
@@ -167,7 +167,7 @@ FPS = 48
 before its stream ends.
 """
 SCRIPT_KEYS = [["w"], ["w", "j"], [], ["l"], ["s", "i"]] * 5
-"""Keys of 25 latent frames, which is more than the chunks before the first move consume."""
+"""Keys for 25 latent frames, which are more than the chunks before the first move consume."""
 
 
 def stream_url(server: Served, path: str) -> str:
@@ -176,8 +176,8 @@ def stream_url(server: Served, path: str) -> str:
 
 @pytest.mark.parametrize("path", [GENERATE, VIDEO])
 def test_a_session_whose_client_cannot_follow_stays(fleet: TestFleet, path: str) -> None:
-    """A session stays on its server if its client uses an original protocol, which has no message
-    for a move.
+    """A session stays on its server if its client uses the endpoint's original protocol, which has
+    no message for a move.
     """
     a = fleet["a"]
     with connect(stream_url(a, path), additional_headers=AUTHORIZED, max_size=None) as socket:
@@ -346,8 +346,8 @@ def test_an_interaction_with_receipt_acts_on_the_other_server(fleet: TestFleet) 
 
 
 def test_rebalance_empties_a_server_and_evens_out(fleet: TestFleet) -> None:
-    """`rebalance` moves the sessions of three clients, and each client continues on the server that
-    it is sent to.
+    """`rebalance` spreads a client's four sessions evenly over two servers. With `--empty`, it
+    moves them all to one server, on which each session continues.
     """
     command = ("-m", "vllm_omni.entrypoints.cli.main", "rebalance", fleet.file, "--once")
     environ = {"VLLM_OMNI_OPERATOR_KEY": OPERATOR_KEY}
@@ -390,8 +390,8 @@ def test_the_routes_of_other_servers_require_the_operators_key(fleet: TestFleet)
 
 
 def test_a_prepared_session_is_hidden_and_ends_without_a_commit(fleet: TestFleet) -> None:
-    """A prepared session is not live before a commit. After a move has been ended, a commit is
-    refused.
+    """If the snapshot that is sent for a move is invalid, no session becomes live, and a commit of
+    that move is refused.
     """
     a, b = fleet["a"], fleet["b"]
     with a.client() as client:
@@ -434,7 +434,7 @@ def test_the_live_example_follows_its_session(
     fleet: TestFleet, tmp_path: Path, endpoint: str
 ) -> None:
     """The live example follows its session to other servers, and its video file has the same frames
-    as that of a session that does not move.
+    as the video file of a session that does not move.
     """
     url = f"ws://127.0.0.1:{fleet['a'].port}"
     arguments = [EXAMPLES / "realtime_video.py", "--server", url, "--api-key", KEY, "--keys", "w*9"]
@@ -454,8 +454,8 @@ def test_the_live_example_follows_its_session(
 
 @contextlib.contextmanager
 def moving_about(fleet: TestFleet) -> Iterator[list[int]]:
-    """Repeatedly move every playing session while the `with` block runs, and yield the list of
-    chunk indices at which sessions moved.
+    """While the `with` block runs, repeatedly move every playing session. Yield the list of chunk
+    indices at which sessions moved.
     """
     stop = threading.Event()
     moves: list[int] = []

@@ -56,7 +56,7 @@ def test_images_come_with_the_first_chunk_in_their_own_size(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
     """Named images may be sent as a file, a data: URL or an array, and keep their own size. The
-    start image is resized to the size of the video.
+    start image is resized to the video size.
     """
     with endpoint.client() as client:
         client.send(infer(FIRST + 12, images={"head": HEAD, "back": data_url(BACK)}))
@@ -107,8 +107,8 @@ def test_a_restart_may_have_other_images(endpoint: EndpointServer, engine: FakeE
 def test_bad_images_are_refused(
     endpoint: EndpointServer, engine: FakeEngine, images: Any, code: str, says: str
 ) -> None:
-    """A bad image is refused with an error that names what is allowed, and the connection accepts
-    further requests.
+    """A bad image is rejected with an error that states what is allowed, and the connection still
+    accepts requests.
     """
     with endpoint.client() as client:
         response = client.request(infer(images=images))

@@ -2,8 +2,8 @@
 """What an operator gets from a real `vllm serve --omni`: request ids, spans, quotas, metrics and
 logs.
 
-The shared server logs text. The server of the `operated` fixture logs JSON, exports spans to a
-collector in this process, and has quotas.
+The shared server logs text. The `operated` fixture's server logs JSON, exports spans to a collector
+in this process, and has quotas.
 """
 
 import hashlib
@@ -83,7 +83,7 @@ def ids(response: http.client.HTTPResponse) -> list[str]:
 
 
 def walk(server: Served, session_id: str, headers: dict[str, str], num_chunks: int = 2) -> None:
-    """Run a session with one request per chunk, and close it at the end."""
+    """Generate a session's chunks, one request per chunk, and then close the session."""
     with server.client(**headers) as client:
         for number in range(num_chunks):
             client.send(request(LATER if number else FIRST, session_id=session_id))
@@ -98,8 +98,8 @@ def walk(server: Served, session_id: str, headers: dict[str, str], num_chunks: i
 def test_every_http_response_carries_one_request_id(
     kind: str, request: pytest.FixtureRequest
 ) -> None:
-    """Every response contains the client's request id or a new one, including responses for
-    refusals and unknown routes. This also holds with vLLM's own flag for request ids, which the
+    """Every response contains the client's request id or a new one, including responses to refused
+    requests and unknown routes. The same is true with vLLM's own flag for request ids, which the
     `operated` server sets.
     """
     server: Served = request.getfixturevalue(kind)
@@ -131,8 +131,8 @@ def test_a_handshake_carries_the_request_id_whether_it_succeeds_or_not(served: S
 
 
 def test_every_line_of_a_session_names_it_and_the_request(served: Served) -> None:
-    """Log lines of a session, log lines of its connection, and uvicorn's log lines about the
-    handshake contain the session id and the request id.
+    """Log lines about a session and about its connection contain the session id and the request id.
+    uvicorn's log line about the handshake contains the request id.
     """
     before = len(served.log)
     walk(served, "logged-session", {**AUTHORIZED, "X-Request-Id": "logged-request"})
@@ -155,8 +155,8 @@ def test_every_line_of_a_session_names_it_and_the_request(served: Served) -> Non
 
 
 def test_the_fast_paths_are_logged_once_and_listed_when_ready(operated: Served) -> None:
-    """The log and the readiness reply list every fast path of the engine, with the reason if a path
-    is off.
+    """The log and the readiness reply list every engine fast path, with the reason if a path is
+    off.
     """
     wait_until(lambda: json.loads(call(operated, "GET", "/omni/ready")[1])["fast_paths"])
     found = json.loads(call(operated, "GET", "/omni/ready")[1])["fast_paths"]
@@ -192,7 +192,7 @@ def test_spans_of_a_session_belong_to_the_callers_trace(
     operated: Served, collector: Collector
 ) -> None:
     """The spans of a session belong to the caller's trace. Each span appears once for each of two
-    chunks, with the right parent and within the parent's time.
+    chunks, with the correct parent, and lies within its parent in time.
     """
     walk(operated, "traced", {**AUTHORIZED, "traceparent": f"00-{TRACE_ID}-{CALLER_SPAN}-01"})
     wait_until(lambda: any(span.name == "session" for span in collector.spans(TRACE_ID)), 20)
@@ -299,7 +299,7 @@ def test_a_key_beyond_its_quota_is_refused_at_the_socket_and_over_http(operated:
 
 
 def expressions() -> Iterator[str]:
-    """Yield every PromQL expression of the example rules and dashboard."""
+    """Yield every PromQL expression in the example rules and dashboard."""
     for group in yaml.safe_load((DEPLOY / "rules.yml").read_text())["groups"]:
         yield from (rule["expr"] for rule in group["rules"])
     for panel in json.loads((DEPLOY / "grafana-dashboard.json").read_text())["panels"]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Periodic snapshots, tested without a server: when a session is saved, when its file is deleted,
-and which server restores it.
+"""Periodic snapshots without a server: when a session is saved, when its file is deleted, and which
+server restores it.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ PERIOD_S = 0.05
 
 
 class Writer:
-    """Simulates the engine's snapshot writer: it writes the index of the next chunk after
+    """A simulation of the engine's snapshot writer. It writes the index of the next chunk after
     `delay_s`, or fails.
     """
 
@@ -157,8 +157,8 @@ def test_snapshots_of_a_dead_engine_stay(tmp_path: Path) -> None:
 def test_a_full_disk_affects_the_snapshot_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If the disk is full, the failure is logged once, the previous snapshot stays, and saving is
-    retried in the next period.
+    """If the disk is full, the failure is logged once, the previous snapshot stays, and the server
+    tries to save the session again in the next period.
     """
 
     async def test(
@@ -185,7 +185,7 @@ def test_a_full_disk_affects_the_snapshot_only(
 
 def test_snapshots_take_a_bounded_share_of_time(tmp_path: Path) -> None:
     """Snapshots take at most a fixed share of engine time: after a snapshot that took 10 ms of
-    engine time, the next snapshot follows no earlier than two thirds of a second later.
+    engine time, the next snapshot follows at least two thirds of a second later.
     """
 
     async def test(
@@ -207,8 +207,8 @@ def test_snapshots_take_a_bounded_share_of_time(tmp_path: Path) -> None:
 
 
 def test_a_drain_replaces_the_periodic_snapshot(tmp_path: Path) -> None:
-    """A drain saves the session under a file name that any server restores, and deletes the
-    session's periodic snapshot.
+    """A drain saves the session in a file that any server may restore, and deletes the session's
+    periodic snapshot.
     """
 
     async def test(

@@ -69,8 +69,8 @@ def victim_of(server: Served, kind: str) -> psutil.Process:
 
 
 def walk(client: Any, frames: list[dict[str, Any]], until_s: float) -> tuple[str, float]:
-    """Receive frames until the connection ends. Return the code of the last error (or "") and the
-    time at which the connection ended.
+    """Receive frames until the connection ends. Return the last error's code (or "") and the time
+    at which the connection ended.
     """
     code = ""
     with contextlib.suppress(ConnectionClosed):
@@ -98,12 +98,12 @@ def rest_of(path: dict[str, Any], chunk: int) -> dict[str, Any]:
 def test_a_walk_continues_after_kill_9_and_a_restart(
     start: Start, retained: Path, kind: str
 ) -> None:
-    """After `kill -9` and a restart, frames after the snapshot equal those of an uninterrupted
-    walk, and an idle session is restored too. The client is notified at which chunk its session
-    resumes.
+    """After `kill -9` and a restart, the frames after the snapshot equal those of an uninterrupted
+    walk, and an idle session is restored too. The server tells the client at which chunk the
+    session resumes.
 
-    The worker has a separate process only in the test case that kills it, because starting one
-    takes seconds.
+    The worker runs in a separate process only in the test case that kills it, because starting that
+    process takes seconds.
     """
     path, processes = camera(FIRST + (CHUNKS - 1) * LATER), MP if kind == "Worker" else ()
     first = start(*processes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsing of realtime endpoint messages: any decoded value gives either a message or an
+"""Parsing of realtime endpoint messages: every decoded value yields either a message or an
 `EndpointError`.
 """
 
@@ -46,7 +46,7 @@ def understand(value: object) -> None:
 
 def test_whole_floats_are_integers() -> None:
     """A float with a whole value is read as an integer, because JavaScript sends 100000.0 for
-    100000. Fractions are refused.
+    100000. Fractions are rejected.
     """
     message = protocol.parse(
         infer(extra_body={"seed": 100000.0, "height": 32.0, "fps": 16}), LIMITS
@@ -82,7 +82,7 @@ def test_only_the_given_options_reach_the_model() -> None:
 
 
 def test_session_ids_are_unguessable_and_legal() -> None:
-    """Session ids contain 128 random bits in the alphabet of valid ids."""
+    """Session ids encode 128 random bits in the alphabet of valid ids."""
     ids = {new_session_id() for _ in range(100)}
     assert len(ids) == 100
     for session_id in ids:
@@ -98,8 +98,8 @@ def test_session_ids_are_unguessable_and_legal() -> None:
 )
 @settings(max_examples=300, deadline=None)
 def test_any_decoded_value_is_a_message_or_an_endpoint_error(value: object) -> None:
-    """A decoded value of any type, with any range and keys, either is a message or raises
-    `EndpointError`.
+    """Parsing a decoded value either yields a message or raises `EndpointError`, whatever the
+    value's type, range and keys.
     """
     understand(decode(encode(value)).value if isinstance(value, dict) and _fits(value) else value)
 

@@ -95,7 +95,7 @@ def test_a_stream_delivers_its_quota_and_ends_with_the_reason(
 
 
 class Charges(Quotas, Allowance):
-    """Counts charged chunks and never refuses."""
+    """A quota that counts charged chunks and never refuses a request."""
 
     def __init__(self) -> None:
         self.chunks = 0
@@ -110,8 +110,8 @@ class Charges(Quotas, Allowance):
 def test_a_client_that_reconnects_pays_once_for_a_chunk(
     make_endpoint: Callable[..., EndpointServer],
 ) -> None:
-    """When a client continues the same request on another connection, only chunks that have not
-    been generated yet are charged.
+    """When a client continues a request on another connection, it is charged only for chunks that
+    have not been generated yet.
     """
     endpoint = make_endpoint()
     endpoint.engine.delay_s = 0.05

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionRecorder` records every chunk in order, including cancelled chunks. The recording of a
-branch contains its parent's chunks.
+"""`SessionRecorder` records every chunk in order, including cancelled chunks. A branch's recording
+contains its parent's chunks.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ async def chunk(
 
 
 def recorded(folder: Path, session_id: str) -> list[tuple[int, int, str | None]]:
-    """Return (index, first pose value, digest) of each chunk in a session's recording."""
+    """Return `(index, first pose value, digest)` for each chunk in a session's recording."""
     (path,) = folder.glob(f"*_{session_id}.recording")
     header, chunks, whole = read_recording(path)
     assert (header, whole) == (HEADER, True)

@@ -78,7 +78,7 @@ async def ended(run: SessionRun) -> EndpointError | None:
 
 
 def scenario(test: Callable[[SessionManager, Session, FakeEngine], Awaitable[None]]) -> None:
-    """Run `test` with a session of a new manager, and check that no task remains."""
+    """Run `test` with a session from a new manager, and check that no task remains."""
 
     async def run() -> None:
         engine = FakeEngine()
@@ -209,13 +209,13 @@ def test_inputs_are_freed_when_a_request_ends() -> None:
 
 
 def test_a_live_request_paused_before_its_chunk_continues_later() -> None:
-    """A live request that is paused before its chunk continues later. It does not end as if it were
-    complete.
+    """A live request that is paused before its chunk continues later instead of ending as if it
+    were complete.
     """
 
     class PausedAgain(LiveChunks):
-        """Simulates a run that is paused again after its first wait: it becomes ready only after
-        the second wait.
+        """Controls of a run that is paused again after its first wait and becomes ready only after
+        its second.
         """
 
         num_chunks = 2
@@ -285,8 +285,8 @@ def test_deadlines_are_sent_only_to_an_engine_that_uses_them() -> None:
 
 
 def test_the_ids_of_sessions_contain_the_name_of_the_server() -> None:
-    """A session id contains the name of its server, so that a reverse proxy can route by it. Such
-    an id is still valid and unguessable.
+    """A session id contains the name of its server, so a reverse proxy can route requests by id.
+    Such an id is still valid and unguessable.
     """
     plain, named = new_session_id(), new_session_id("rack-7")
     assert len(plain) == 22 and "." not in plain

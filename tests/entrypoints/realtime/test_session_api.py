@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/sessions` of a real server: snapshots and refused requests."""
+"""`/v1/sessions` on a real server: snapshots and refused requests."""
 
 import json
 
@@ -9,8 +9,8 @@ from session_calls import call, code_of, request, signatures
 
 
 def test_a_snapshot_is_downloaded_and_uploaded(served: Served) -> None:
-    """A session that is downloaded, uploaded under two ids and continued over the WebSocket gives
-    the same frames as the original.
+    """A session that is downloaded, uploaded under two ids and continued over the WebSocket yields
+    the same frames as the original session.
     """
     with served.client() as client:
         client.send(request(FIRST + LATER, session_id="origin"))
@@ -46,8 +46,9 @@ def test_a_snapshot_is_downloaded_and_uploaded(served: Served) -> None:
 
 
 def test_refusals_over_http_name_their_reason(served: Served) -> None:
-    """Every refused request gets a status and an error code and has no effect. The cases are wrong
-    keys, unknown ids, ids in use, damaged snapshots, snapshots of other models, and sizes.
+    """A refused request has no effect. It gets the right status and, unless the API key is wrong,
+    an error code. The other cases are unknown ids, ids in use, damaged snapshots, and snapshots of
+    other models or of newer formats.
     """
     with served.client() as client:
         client.send(request(FIRST, session_id="one"))

@@ -84,7 +84,8 @@ def test_every_request_of_a_session_that_has_left_ends_with_moved() -> None:
 
 def test_a_disconnect_during_a_pause_waits_for_its_end() -> None:
     """If the client disconnects during a pause, `is_cancelled` reports this to the work that runs
-    in the pause, and the work runs to its end. The session then ends as after any other disconnect.
+    in the pause, and the work runs to completion. The session then ends as after any other
+    disconnect.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
@@ -138,8 +139,8 @@ def test_a_pause_does_not_wait_for_a_reader_to_begin() -> None:
 @pytest.mark.parametrize("leaves", [False, True])
 def test_a_pause_waits_until_a_client_has_every_finished_chunk(leaves: bool) -> None:
     """A pause waits until the client has received every finished chunk, even those of a completed
-    request, because the session may move away and return, which drops its old replies. A pause does
-    not wait for a client that has disconnected.
+    request, because the session may move away and return, and its return discards its old replies.
+    A pause does not wait for a client that has disconnected.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:

@@ -38,7 +38,9 @@ def create_token(endpoint: EndpointServer, session_id: str, query: str = "") -> 
 
 @contextmanager
 def watching(endpoint: EndpointServer, token: str) -> Iterator[ClientConnection]:
-    """Yield the connection of a spectator that has been admitted."""
+    """Connect a spectator with this token, and yield the connection once the spectator has been
+    admitted.
+    """
     with connect(f"ws://127.0.0.1:{endpoint.port}/omni/watch", close_timeout=0.1) as socket:
         socket.send(json.dumps({"type": "watch", "token": token}))
         assert receive(socket)["type"] == "watch.start"
@@ -117,8 +119,8 @@ def test_spectators_see_the_session_and_cost_one_encoding(
 def test_a_spectator_without_controls_cannot_end_the_session(
     endpoint: EndpointServer, client: Client
 ) -> None:
-    """A spectator's messages and its disconnect do not affect the session. When the session ends,
-    the spectator's connection is closed with 1000.
+    """Neither a spectator's messages nor its disconnection affects the session. When the session
+    ends, the spectator's connection is closed with 1000.
     """
     play(client, FIRST, "h264")
     session_id = client.hello["session_id"]
@@ -178,8 +180,8 @@ def test_a_spectator_that_does_not_read_does_not_delay_the_player(
 def test_a_wrong_token_is_refused(
     endpoint: EndpointServer, client: Client, first: str | bytes, code: str
 ) -> None:
-    """A wrong token gets a typed error, the connection is closed with 1008, and no spectator
-    joins.
+    """A first message without a valid token gets a typed error, the connection is closed with 1008,
+    and no spectator joins.
     """
     play(client, FIRST, "h264")
     with connect(f"ws://127.0.0.1:{endpoint.port}/omni/watch", close_timeout=0.1) as socket:
@@ -205,8 +207,8 @@ def test_only_the_owner_of_a_live_session_gets_a_token(
 
 
 def test_tokens_expire_and_are_bounded() -> None:
-    """An expired token is refused like an unknown token. When there are too many tokens, the oldest
-    are replaced.
+    """An expired token is refused in the same way as an unknown token. When the maximum number of
+    tokens exists, a new token replaces the oldest.
     """
     now_s = 100.0
     tokens = SpectatorTokens(lambda: now_s)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Behaviour that both streaming endpoints share: waiting for a free session, pacing, and timed
-prompts.
+"""Behaviour that the two streaming endpoints share: waiting for a free session slot, pacing, and
+timed prompts.
 """
 
 import base64
@@ -27,7 +27,8 @@ def start(client: StreamClient, num_chunks: int | None = None, **fields: Any) ->
     """Start a stream.
 
     Args:
-        fields: Settings `fps`, `is_paced` and `prompts`, under the name that each endpoint uses.
+        fields: The `fps`, `is_paced` and `prompts` settings, which each endpoint gets under its own
+            names.
     """
     is_paced, prompts = fields.pop("is_paced", False), fields.pop("prompts", None)
     extra: dict[str, Any] = {"prompts": prompts} if prompts else {}
@@ -52,7 +53,7 @@ def test_pacing_spaces_chunks_as_they_play(
     endpoint: EndpointServer, connect: type[StreamClient]
 ) -> None:
     """With pacing at 120 frames per second, chunks of 12 frames are sent 100 ms apart, although the
-    engine needs no time.
+    engine generates them instantly.
     """
     with connect(endpoint.port) as client:
         start(client, 8, fps=120, is_paced=True)
@@ -67,8 +68,8 @@ def test_pacing_spaces_chunks_as_they_play(
 def test_timed_prompts_act_from_their_chunk(
     endpoint: EndpointServer, engine: FakeEngine, connect: type[StreamClient]
 ) -> None:
-    """A timed prompt takes effect at the first chunk at or after its time, and may replace the
-    prompt of the start message.
+    """A timed prompt takes effect at the first chunk that starts at or after its time, and may
+    replace the prompt of the start message.
     """
     prompts = [
         {"prompt": "dawn", "seconds": 0},
@@ -162,7 +163,7 @@ def test_a_client_that_leaves_while_it_waits_is_noticed(
 def test_messages_sent_during_the_wait_arrive_in_order(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """Events that a client sends while it waits for its session act in the first chunks, in
+    """Events that a client sends while it waits for its session take effect in the first chunks, in
     order.
     """
     endpoint = make_endpoint(info={"max_sessions": 1})

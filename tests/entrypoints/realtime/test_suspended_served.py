@@ -18,8 +18,8 @@ NAMES = ("one", "two", "three")
 
 
 def ready(server: Served) -> dict[str, Any]:
-    """Return the readiness reply once it counts all sessions. The server's reply may be a few
-    seconds old.
+    """Return the readiness reply once it counts all sessions. The counts in the server's reply may
+    be a few seconds old.
     """
     reply: dict[str, Any] = {}
 
@@ -45,8 +45,8 @@ def play_in_turn(client: Any) -> dict[str, list[tuple[int, int]]]:
 
 
 def test_sessions_come_back_from_disk_by_themselves(null_world: Path, tmp_path: Path) -> None:
-    """If only one session fits on the device and none fits in host memory, sessions return from
-    disk automatically. A killed server leaves no file.
+    """If only one session fits on the device and none fits in host memory, suspended sessions are
+    restored from disk automatically. A killed server leaves no file.
     """
     disk = tmp_path / "disk"
     with mortal_servers(null_world, tmp_path, {}) as start:

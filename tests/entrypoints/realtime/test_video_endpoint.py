@@ -48,7 +48,7 @@ def interaction(event: Any, **fields: Any) -> dict[str, Any]:
 
 
 def responses(client: VideoClient, kind: str, count: int = 1) -> list[dict[str, Any]]:
-    """Return the next `count` messages of a type, skipping the chunks between them."""
+    """Return the next `count` messages of the given type, skipping the chunks between them."""
     found = []
     while len(found) < count:
         message = client.receive()
@@ -158,7 +158,7 @@ def test_a_start_must_come_in_time(make_endpoint: MakeEndpoint) -> None:
 
 def test_large_start_images_are_accepted(make_endpoint: MakeEndpoint) -> None:
     """Start images are limited only by the image limit and the server's maximum message size,
-    whereas the original implementation refuses start messages above 4 MiB.
+    whereas the original implementation rejects start messages above 4 MiB.
     """
     endpoint = make_endpoint(max_image_bytes=600_000)
     noise = np.random.default_rng(0).integers(0, 255, (400, 400, 3), np.uint8)
@@ -177,8 +177,8 @@ def test_large_start_images_are_accepted(make_endpoint: MakeEndpoint) -> None:
 
 
 def test_interactions_are_queued_before_they_act(client: VideoClient, engine: FakeEngine) -> None:
-    """An interaction is queued before it takes effect. The metadata of the chunk in which a prompt
-    takes effect names the event, and the engine gets the prompt once.
+    """An interaction is queued before it takes effect. When a prompt takes effect, the chunk's
+    metadata names the event, and the engine gets the prompt once.
     """
     engine.delay_s = 0.1
     client.send(START)
@@ -218,7 +218,7 @@ def test_a_target_steers_the_camera(client: VideoClient, engine: FakeEngine) -> 
 
 def test_a_key_script_steers_the_first_chunks(client: VideoClient, engine: FakeEngine) -> None:
     """A key script is followed by idle entries, and a camera command during the script is
-    refused.
+    rejected.
     """
     engine.delay_s = 0.05
     script = [["w"], ["w", "l"], [], ["s"]]
@@ -355,7 +355,7 @@ def test_a_model_without_camera_or_image_is_steered_by_prompts(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
     """For a model without a camera or start image, the engine gets neither keys nor poses, a camera
-    command is refused, and no image is required.
+    command is rejected, and no image is required.
     """
     engine.delay_s = 0.05
     endpoint = make_endpoint(info={"actions": ActionSpace(image="none")})

@@ -87,7 +87,7 @@ class Viewer:
         self.channel.send(json.dumps(message))
 
     async def message(self, kind: str) -> dict[str, Any]:
-        """Return the next message of a type from the data channel."""
+        """Return the data channel's next message of the given type."""
         async with asyncio.timeout(15):
             while (message := await self.messages.get())["type"] != kind:
                 pass
@@ -118,8 +118,9 @@ async def viewer(
 def test_frames_arrive_through_the_track_and_inputs_through_the_channel(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """Frame n of the fake engine has the brightness n. An interaction sent through the data channel
-    reaches the engine, and the metadata of the chunk in which it acts names it as the newest input.
+    """Frame n from the fake engine has brightness n. An interaction sent through the data channel
+    reaches the engine. The metadata of the chunk in which the interaction takes effect names the
+    interaction as the newest input.
     """
     endpoint = make_endpoint(info={**NO_IMAGE, "fps": 48.0})
 
@@ -153,7 +154,7 @@ def test_frames_arrive_through_the_track_and_inputs_through_the_channel(
 
 
 def test_lost_packets_are_sent_again(make_endpoint: MakeEndpoint) -> None:
-    """Over a network that loses 5 % of the packets in both directions, frames and data channel
+    """Over a network that loses 5 % of the packets in each direction, frames and data channel
     messages arrive in order and without gaps.
     """
     endpoint = make_endpoint(info={**NO_IMAGE, "fps": 48.0})
@@ -169,7 +170,7 @@ def test_lost_packets_are_sent_again(make_endpoint: MakeEndpoint) -> None:
             assert numbers == list(range(6))
             seen = [await one.brightness() for _ in range(FIRST + 4 * LATER)]
             assert seen == sorted(seen)
-            assert max(np.diff(seen)) <= 4  # a lost frame would be a step
+            assert max(np.diff(seen)) <= 4  # a lost frame would cause a larger step
             # Use an HTTP DELETE, because the message that ends the connection may be lost too, and
             # the server would then wait for it.
             await asyncio.to_thread(call, endpoint.port, "DELETE", one.location)
@@ -245,9 +246,9 @@ def test_an_input_acts_on_the_chunk_after_the_one_that_plays(make_endpoint: Make
 def test_a_chunk_is_requested_when_the_video_in_hand_is_as_long_as_the_wait(
     wait_s: float, needed_s: float
 ) -> None:
-    """The next chunk is requested when the buffered video is as short as the measured waiting time
-    requires. Frames that the engine is generating count as buffered video. The first chunk is not
-    measured, because it includes compilation.
+    """The server requests the next chunk when the remaining buffered video is as short as the
+    measured waiting time requires. Frames that the engine is generating count as buffered video.
+    The first chunk is not measured, because it includes compilation.
     """
     now_s, buffered_s = [0.0], [0.0]
     pacer = ChunkPacer(lambda: buffered_s[0], 24.0, lambda: now_s[0])
@@ -270,7 +271,7 @@ def test_a_player_without_a_data_channel_gets_a_session(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
     """Like a WHEP player, a client without a data channel sends the prompt and the seed in the
-    query, and ends its session with DELETE.
+    query string, and ends its session with DELETE.
     """
     endpoint = make_endpoint(info={**NO_IMAGE, "fps": 48.0})
 
@@ -397,8 +398,8 @@ def test_other_bodies_and_other_origins_are_refused(make_endpoint: MakeEndpoint)
 
 
 def test_a_player_of_a_model_with_start_images_is_refused(endpoint: EndpointServer) -> None:
-    """A model with start images refuses a player without a data channel, because the player cannot
-    send a start image.
+    """A model that requires a start image refuses a player without a data channel, because the
+    player cannot send an image.
     """
     status, reply, _ = call(endpoint.port, "POST", PATH, GOOD_SDP)
     assert (status, json.loads(reply)["error"]["code"]) == (400, "missing_image")
@@ -412,7 +413,7 @@ def test_the_number_of_connections_is_limited(make_endpoint: MakeEndpoint) -> No
 
 
 def test_ice_servers_are_read_from_the_environment() -> None:
-    """ICE servers are read from the environment. TURN servers have a user and a password, and the
+    """ICE servers are read from the environment. A TURN server has a user and a password, and the
     error for an invalid entry does not contain the password.
     """
     options = WebRtcOptions(

@@ -51,8 +51,8 @@ def test_hello_comes_first_and_describes_the_model(endpoint: EndpointServer, pat
 
 
 def test_hello_describes_a_trained_world(make_endpoint: MakeEndpoint, village: Path) -> None:
-    """The hello message of a trained world contains its domain, prompts and start images. That of
-    any other model contains none of these fields.
+    """The hello message of a trained world contains the world's domain, prompts and start images.
+    The hello message of any other model contains none of these fields.
     """
     description = read_description(village)
     assert description is not None
@@ -72,8 +72,8 @@ def test_hello_describes_a_trained_world(make_endpoint: MakeEndpoint, village: P
 def test_an_untrained_size_is_generated_with_a_warning(
     make_endpoint: MakeEndpoint, village: Path, height: int, width: int, warned: bool
 ) -> None:
-    """A session at an untrained size is generated with a warning, which names the requested and the
-    trained size and is only in the first chunk.
+    """A session at an untrained size is accepted with a warning that names the requested and the
+    trained size. Only the first chunk contains the warning.
     """
     with make_endpoint(
         {"card": read_description(village), "height": 96, "width": 160}
@@ -90,9 +90,7 @@ def test_an_untrained_size_is_generated_with_a_warning(
 
 
 def test_a_model_without_controls_closes_the_connection(make_endpoint: MakeEndpoint) -> None:
-    """If the model has no controls, the client is sent the reason before the connection is
-    closed.
-    """
+    """If the model has no controls, the server sends the reason and then closes the connection."""
     with make_endpoint(info={"actions": ActionSpace()}).client() as client:
         assert client.hello["code"] == "unsupported"
         assert close_code(client) == 1008
@@ -133,7 +131,7 @@ def test_a_chunk_is_sent_before_the_next_one_exists(client: Client, engine: Fake
 
 def test_the_engine_has_two_chunks_and_never_more(client: Client, engine: FakeEngine) -> None:
     """The next chunk is submitted before the current chunk is finished, but the engine never has
-    more than two chunks.
+    more than two chunks at a time.
     """
     engine.delay_s = 0.05
     client.send(infer(FIRST + 5 * LATER))
@@ -155,7 +153,7 @@ def test_a_client_that_names_the_protocol_gets_done(client: Client) -> None:
 
 
 def test_each_mp4_message_is_a_complete_file(client: Client) -> None:
-    """Each mp4 message is a complete file of the requested size and rate."""
+    """Each MP4 message contains a complete file with the requested size and frame rate."""
     client.send(infer(FIRST + LATER, extra_body={"height": 32, "width": 48, "fps": 8}))
     for message, count in zip(client.frames(), (FIRST, LATER), strict=True):
         frames_THWC, fps = decode_mp4(message["video"])
@@ -179,7 +177,7 @@ def test_an_mp4_file_sent_in_addition_to_frames_may_be_larger(
 
 
 def test_jpeg_messages_hold_one_file_a_frame(client: Client) -> None:
-    """A message in `jpeg` format contains a list with one file per frame."""
+    """A message in the `jpeg` format contains a list with one file per frame."""
     client.send(
         infer(extra_body={"height": 32, "width": 48, "video_format": "jpeg", "frames_per_chunk": 4})
     )
@@ -193,7 +191,7 @@ def test_clients_of_the_first_version_are_supported(
     client: Client, dialect: codec.MessageDialect
 ) -> None:
     """Clients of the first protocol version send `camera` with array markers and may send 24 poses.
-    They get float frames in groups of four with the right `total`.
+    They get float frames in groups of four with the correct `total`.
     """
     fields = {
         "cameras": None,
@@ -212,7 +210,7 @@ def test_clients_of_the_first_version_are_supported(
 def test_two_sessions_of_one_connection_run_side_by_side(
     client: Client, engine: FakeEngine
 ) -> None:
-    """Requests of two sessions on one connection run concurrently."""
+    """Requests for two sessions on one connection run concurrently."""
     engine.delay_s = 0.2
     client.send(infer(session_id="a"))
     client.send(infer(session_id="b"))
@@ -231,8 +229,8 @@ def test_two_sessions_of_one_connection_run_side_by_side(
 def test_images_reach_the_engine_at_the_sessions_size(
     client: Client, engine: FakeEngine, image: str
 ) -> None:
-    """Images sent as bytes, arrays or data: URLs become uint8 RGB of the requested height and
-    width.
+    """Images sent as bytes, arrays or data: URLs become uint8 RGB arrays of the requested height
+    and width.
     """
     array = np.full((64, 96, 4), 200, np.uint8)
     array[..., 3] = 255
@@ -276,7 +274,7 @@ def test_adapters_are_sent_with_the_first_chunk_of_their_request(
     client: Client, engine: FakeEngine
 ) -> None:
     """Adapters are sent with the first chunk of a request. The session keeps its adapters until a
-    request names others.
+    request names different adapters.
     """
     ink = [{"name": "ink", "scale": 0.5}]
     client.send(infer(extra_body={**infer().get("extra_body", {}), "lora": ink}))
@@ -310,7 +308,7 @@ def test_an_image_for_a_started_session_is_a_warning(client: Client) -> None:
 
 
 def test_reset_starts_a_new_session(client: Client, engine: FakeEngine) -> None:
-    """After a reset, an image is required and chunks count from 0. The engine has freed the old
+    """After a reset, an image is required and chunks count from 0. The engine frees the old
     session.
     """
     client.send(infer())
@@ -325,7 +323,7 @@ def test_reset_starts_a_new_session(client: Client, engine: FakeEngine) -> None:
 
 def test_reset_without_a_session_succeeds(client: Client) -> None:
     """A reset without a session succeeds. Clients that announce the protocol version get a map as
-    the reply, and other clients get a text.
+    the reply, whereas other clients get text.
     """
     assert client.request({"endpoint": "reset", "session_id": "nobody"}) == "reset successful"
     response = client.request({"endpoint": "reset", "protocol_version": 1})
@@ -366,8 +364,8 @@ def test_stop_keeps_the_session_and_close_frees_it(client: Client, engine: FakeE
 def test_an_aborted_first_chunk_leaves_no_session(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """A session whose first chunk is aborted does not exist, and the engine is requested to free
-    what it may have started. The session id can be used for a new session.
+    """A session whose first chunk is aborted does not exist, and the engine is asked to free any
+    state that it may have created for the session. The session id can be used for a new session.
     """
     engine.delay_s = 0.5
     with endpoint.client() as client:
@@ -426,7 +424,9 @@ def test_idle_connections_are_closed_with_4010(
 def test_a_chunk_that_takes_too_long_is_aborted(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """When a chunk takes too long, the client gets `timeout` and the engine aborts the chunk."""
+    """When a chunk takes too long, the client gets a `timeout` error and the engine aborts the
+    chunk.
+    """
     with make_endpoint(chunk_timeout_s=0.2).client() as client:
         engine.delay_s = 5.0
         assert client.error(infer()) == "timeout"

@@ -33,7 +33,9 @@ EYE = np.eye(4, dtype=np.float32)
 
 
 def poses(**changes: Any) -> dict[str, Any]:
-    """Return nine valid poses with one change."""
+    """Return a request's `cameras` field: the valid camera of the first chunk with `changes`
+    applied.
+    """
     return {"cameras": {**camera(FIRST), **changes}}
 
 
@@ -107,8 +109,8 @@ def test_bad_requests_are_refused_by_name_and_change_nothing(
 
 
 def test_a_nearly_orthonormal_pose_is_corrected(client: Client, engine: FakeEngine) -> None:
-    """A nearly orthonormal pose is corrected, so that the engine gets rotations that are
-    orthonormal to float32 precision.
+    """A nearly orthonormal pose is corrected, so the engine gets rotations that are orthonormal to
+    float32 precision.
     """
     client.send(infer(**poses(poses=bent(0, 1, 4e-3))))
     client.frames()
@@ -131,8 +133,8 @@ def test_a_nearly_orthonormal_pose_is_corrected(client: Client, engine: FakeEngi
 def test_pose_policies(
     client: Client, engine: FakeEngine, policy: str, count: int, frames: int
 ) -> None:
-    """The pose policy `trim` drops an incomplete chunk, and `hold_last` repeats the last pose to
-    complete it.
+    """The `trim` pose policy drops an incomplete chunk, and `hold_last` completes the chunk by
+    repeating the last pose.
     """
     client.send(infer(count, extra_body={"pose_policy": policy, "video_format": "ndarray_u8"}))
     assert sum(message["num_frames"] for message in client.frames()) == frames
@@ -141,8 +143,8 @@ def test_pose_policies(
 
 
 def test_intrinsics_of_another_image_are_scaled(client: Client, engine: FakeEngine) -> None:
-    """Intrinsics are scaled from `intrinsics_size`, the image size to which they refer, to the
-    reference size of the server, 832 x 480.
+    """Intrinsics are scaled from `intrinsics_size`, the image size that they refer to, to the
+    server's reference size, 832 x 480.
     """
     path = {
         **camera(FIRST),
@@ -203,7 +205,7 @@ def test_intrinsics_may_have_six_shapes(
 
 
 def test_size_of_a_started_session_is_fixed(make_endpoint: MakeEndpoint) -> None:
-    """A request whose size differs from that of the started session is refused."""
+    """A request for a size other than the started session's size is rejected."""
     with make_endpoint(info={"height": 64, "width": 64}).client() as client:
         client.send(infer())
         client.frames()
@@ -222,7 +224,9 @@ def test_undecodable_messages_end_the_connection_at_the_third(client: Client) ->
 
 
 def test_text_frames_are_refused_and_the_third_closes(client: Client) -> None:
-    """One WebSocket text frame does not end the session, but the third closes the connection."""
+    """One WebSocket text frame does not end the session, but the third text frame closes the
+    connection.
+    """
     assert client.error("hello") == "invalid_frame"
     client.send(infer())
     client.frames()
@@ -232,8 +236,8 @@ def test_text_frames_are_refused_and_the_third_closes(client: Client) -> None:
 
 
 def test_values_other_than_maps_are_refused_repeatedly(client: Client) -> None:
-    """Valid msgpack values other than maps may be sent repeatedly. Each is refused, but the
-    connection stays open, because they do not count as undecodable.
+    """Valid msgpack values other than maps may be sent repeatedly. Each value is rejected, but the
+    connection stays open, because these values do not count as undecodable.
     """
     for _ in range(5):
         assert client.error(codec.encode({})[:0] + b"\x91\x01") == "invalid_request"

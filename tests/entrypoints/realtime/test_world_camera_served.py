@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/realtime/world/camera` of a real `vllm serve --omni` with the null world, its engine and its
-API key.
+"""`/v1/realtime/world/camera` on a real `vllm serve --omni` with the null world, a real engine and
+an API key.
 
-The tests of all endpoints share the server (conftest.py). The last test kills its engine.
+The tests of all endpoints share the server (conftest.py). The last test kills the server's engine.
 """
 
 import re
@@ -33,8 +33,8 @@ def request(
 
 
 def pixels(messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
-    """Return (number of every frame, signature of every chunk), read from the pixels of the null
-    world.
+    """Return each frame's number and each chunk's signature, both read from the null world's
+    pixels.
     """
     numbers = [int(frame[5, 5, 0]) for message in messages for frame in message["video"]]
     return numbers, [int(message["video"][0, 0, 0, 1]) for message in messages]
@@ -44,7 +44,7 @@ def pixels(messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
     "path", ["/v1/realtime/world/camera", "/v1/realtime_video/generate", "/v1/realtime/video"]
 )
 def test_the_api_key_guards_each_endpoint(served: Served, path: str) -> None:
-    """A handshake without the API key is refused by stock vLLM's middleware."""
+    """Stock vLLM's middleware refuses a handshake without the API key."""
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
         with pytest.raises(InvalidStatus) as refused:
             connect(f"ws://127.0.0.1:{served.port}{path}", additional_headers=headers)
@@ -62,7 +62,7 @@ def test_hello_reports_the_deployments_limits(served: Served) -> None:
 
 
 def test_a_world_streams_continues_and_is_reproducible(served: Served) -> None:
-    """A request for 33 frames followed by a request for 12 frames gives the same pixels as a single
+    """A request for 33 frames followed by a request for 12 frames yields the same pixels as one
     request with the same inputs in another session.
     """
     path = camera(FIRST + 3 * LATER)

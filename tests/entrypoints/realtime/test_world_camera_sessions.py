@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions of `/v1/realtime/world/camera` across requests and connections: repeated requests,
-resuming, branches, and capacity.
+"""Sessions at `/v1/realtime/world/camera` across requests and connections: repeated requests,
+resuming, branches and capacity.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ MakeEndpoint = Callable[..., EndpointServer]
 
 
 def test_a_repeated_request_gets_the_same_response(client: Client, engine: FakeEngine) -> None:
-    """A repeated request reaches the engine only once. A request with the same id but another body
-    is a conflict.
+    """A repeated request reaches the engine only once. A request with the same id but a different
+    body is a conflict.
     """
     client.send(infer(request_id="r1"))
     first = client.frames()
@@ -70,7 +70,7 @@ def test_a_running_request_can_be_taken_over(endpoint: EndpointServer, engine: F
 
 
 def test_resume_replays_missed_chunks(endpoint: EndpointServer, engine: FakeEngine) -> None:
-    """On resume, the frames after the client's last chunk are sent again."""
+    """On resume, the server sends the frames after the client's last chunk again."""
     with endpoint.client() as client:
         session_id = client.hello["session_id"]
         client.send(infer(FIRST + 2 * LATER))
@@ -122,7 +122,9 @@ def test_a_wrong_chunk_index_is_refused(client: Client) -> None:
 
 
 def test_a_third_request_of_a_session_is_busy(client: Client, engine: FakeEngine) -> None:
-    """A session accepts one running and one waiting request. A third request gets `busy`."""
+    """A session accepts one running and one waiting request. A third request gets
+    `session_busy`.
+    """
     engine.delay_s = 0.2
     client.send(infer())
     client.send(infer(LATER, image=None))
@@ -132,7 +134,7 @@ def test_a_third_request_of_a_session_is_busy(client: Client, engine: FakeEngine
 
 
 def test_branches_are_independent(client: Client, engine: FakeEngine) -> None:
-    """A branch continues from the position of its parent, which does not change."""
+    """A branch continues from its parent's position, and the parent does not change."""
     client.send(infer(FIRST + LATER, session_id="a"))
     client.frames()
     response = client.request({"endpoint": "branch", "session_id": "a", "new_session_id": "b"})
@@ -155,7 +157,7 @@ def test_a_full_server_refuses_at_once_and_accepts_again_after_a_disconnect(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
     """On a full server, a new session is refused immediately, and the connection of a client
-    without any session is closed with 1013. A session in use is never evicted.
+    without a session is closed with 1013. A session in use is never evicted.
     """
     endpoint = make_endpoint(info={"max_sessions": 2})
     with endpoint.client() as first, endpoint.client() as second:
@@ -183,7 +185,7 @@ def test_a_full_server_refuses_at_once_and_accepts_again_after_a_disconnect(
 def test_a_new_session_waits_until_the_old_one_is_freed(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """A restart or an eviction frees the old session before the new session starts, so that a full
+    """A restart or an eviction frees the old session before the new session starts, so a full
     engine never holds more sessions than it has capacity for.
     """
     engine.max_worlds, engine.close_delay_s = 1, 0.2
@@ -249,8 +251,8 @@ def test_pings_keep_a_session_for_a_limited_time(
 def test_a_session_kept_by_pings_alone_can_be_evicted(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """A session that only pings have kept alive for `session_idle_s` can be evicted, so that absent
-    users do not block others.
+    """A session that only pings have kept alive for `session_idle_s` can be evicted, so absent
+    users do not block other users.
     """
     endpoint = make_endpoint(
         info={"max_sessions": 1, "session_idle_s": 0.5}, pinged_session_idle_s=60.0
@@ -291,8 +293,8 @@ def test_a_disposable_branch_can_be_evicted(
 
 
 def test_a_session_the_engine_lost_is_evicted(client: Client, engine: FakeEngine) -> None:
-    """If the engine has lost a session, its client gets the endpoint's own error and may start
-    again.
+    """If the engine has lost a session, the session's client gets `session_evicted` and can start a
+    new session.
     """
     client.send(infer())
     client.frames()

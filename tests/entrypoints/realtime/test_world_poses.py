@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start poses and world poses of a session, which are the same at every endpoint."""
+"""A session's start pose and world poses, which are the same at every endpoint."""
 
 import base64
 from collections.abc import Callable
@@ -71,8 +71,9 @@ ENDPOINTS = pytest.mark.parametrize("play", [at_camera, at_video], ids=["camera"
 def test_the_same_keys_from_the_same_start_give_the_same_poses(
     endpoint: EndpointServer, engine: FakeEngine, play: Callable[..., list[Any]]
 ) -> None:
-    """The same keys from the same start pose give the same poses. Only the first chunk request
-    contains the start pose, and each latent frame has a pose.
+    """The same keys from the same start pose yield the same poses at the camera and the video
+    endpoint. Only the first chunk request contains the start pose, and each latent frame has a
+    pose.
     """
     first, second = play(endpoint, START)
     assert [*first, *second] == [pytest.approx(row) for row in expected()]
@@ -82,8 +83,8 @@ def test_the_same_keys_from_the_same_start_give_the_same_poses(
 def test_the_generate_endpoint_reports_the_same_poses(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """The generate endpoint reports the same poses in messages of an extension, because the
-    original protocol has no message for poses.
+    """The generate endpoint uses extension messages to report the same poses as the other
+    endpoints, because the original protocol has no message for poses.
     """
     with ExtendedClient(endpoint.port) as client:
         client.init(
@@ -129,8 +130,8 @@ def test_a_chunk_in_several_messages_has_its_poses_in_the_first(
 def test_a_wrong_start_pose_is_refused(
     endpoint: EndpointServer, engine: FakeEngine, wrong: Any
 ) -> None:
-    """Every endpoint refuses a wrong start pose with an error that names the wrong field, and no
-    request reaches the engine.
+    """Every endpoint rejects an invalid start pose with an error that names the invalid field, and
+    no request reaches the engine.
     """
     with endpoint.client() as client:
         message = infer(cameras=None, actions=KEYS[:3])
@@ -152,8 +153,8 @@ def test_a_wrong_start_pose_is_refused(
 def test_a_later_request_with_a_start_pose_reaches_the_engine(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """A start pose in a later request reaches the engine, which refuses it with an error that names
-    the field, because the session has already started.
+    """The endpoint does not reject a start pose in a later request itself. It forwards the pose to
+    the engine, which rejects it because the session has already started.
     """
     with endpoint.client() as client:
         client.send(infer(cameras=None, actions=KEYS[:3], protocol_version=1))
@@ -167,8 +168,8 @@ def test_a_later_request_with_a_start_pose_reaches_the_engine(
 
 
 def test_a_world_has_its_own_focal_length(make_endpoint: MakeEndpoint) -> None:
-    """If a world description defines a focal length, the focal length scales with the width of the
-    video. Otherwise, the model's focal length, which is a number of pixels, applies.
+    """If a world description defines a focal length, the focal length scales with the video width.
+    Otherwise, the model's focal length, which is a number of pixels, applies.
     """
     own = msgspec.structs.replace(DESCRIPTION, focal=0.65)
     with make_endpoint(info={"actions": SPACE, "card": own}).client() as client:
@@ -211,8 +212,8 @@ def moving(engine: FakeEngine) -> list[Any]:
 
 
 def test_a_velocity_becomes_axes(endpoint: EndpointServer, engine: FakeEngine) -> None:
-    """For a model with axes, a velocity of 0.05 units becomes one step on an axis, and a quarter
-    turn per second stays a quarter turn.
+    """For a model with axes, a velocity of 0.05 units becomes one step on an axis, and a rotation
+    of 6 degrees becomes a yaw of 6.
 
     Such a model moves the camera itself, so it receives no poses for a velocity.
     """
@@ -246,7 +247,7 @@ def test_a_target_starts_at_the_position_where_a_wall_stopped_the_camera(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
     """A client gives a target relative to the start image, and the engine gets the target in the
-    session's coordinates, also after a wall has stopped the camera.
+    session's coordinates, even after a wall has stopped the camera.
     """
     cells = torch.zeros(30, 30, dtype=torch.bool)
     cells[14 - 3] = True  # blocked from 3 m to the north
@@ -267,7 +268,7 @@ def test_a_target_starts_at_the_position_where_a_wall_stopped_the_camera(
 def test_a_velocity_without_axes_becomes_poses(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """For a velocity, a model that accepts keys and poses but no axes gets poses."""
+    """If a model accepts keys and poses but no axes, a velocity reaches it as poses."""
     with open_video(make_endpoint()) as client:
         client.send(command("velocity", (0, 0, 0.05)))
         wait_until(

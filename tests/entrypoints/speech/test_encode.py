@@ -22,7 +22,7 @@ def in_pieces(audio_format: str) -> bytes:
 @pytest.mark.parametrize("audio_format", ["mp3", "opus", "aac", "flac", "wav"])
 def test_a_streamed_file_decodes_to_the_tone(audio_format: str) -> None:
     """A one-second tone keeps its duration, pitch and loudness when it is encoded as a streamed
-    file and decoded. Lossy formats may pad the sound.
+    file and then decoded. Lossy formats may pad the sound.
     """
     with av.open(io.BytesIO(in_pieces(audio_format))) as container:
         resampler = av.AudioResampler(format="flt", layout="mono", rate=RATE)

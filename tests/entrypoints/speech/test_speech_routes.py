@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The speech routes without engines: any model that implements their interface, and clients that
+"""The speech routes without engines: a stand-in for the model behind them, and clients that
 disconnect.
 """
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speech over HTTP: a tiny Qwen2.5-Omni (three engines, one address) served with `vllm serve
---omni` and used with the `openai` client.
+--omni` and called through the `openai` client.
 """
 
 import base64
@@ -26,8 +26,8 @@ from helpers.waits import seconds, wait_until
 pytestmark = pytest.mark.nightly
 
 CODES = 40
-"""Maximum number of codes in a reply. A limit is needed, because the tiny talker may end after any
-number of codes.
+"""Maximum number of codes in a reply. A limit is needed, because the tiny talker could otherwise
+generate any number of codes.
 """
 PIECE = 2
 SMALL_KEY = "a-key-with-a-small-quota"
@@ -49,7 +49,9 @@ def collector() -> Iterator[Collector]:
 def speech_server(
     qwen2_5_omni: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector
 ) -> Iterator[Served]:
-    """Start a server whose second key has a small quota and whose spans go to the collector."""
+    """Start a server that gives its second key a small quota and sends its spans to the
+    collector.
+    """
     folder = tmp_path_factory.mktemp("speech_server")
     quotas = folder / "quotas.toml"
     digest = hashlib.sha256(SMALL_KEY.encode()).hexdigest()
@@ -115,7 +117,7 @@ def spoken(served: Served, **requested: Any) -> Any:
 
 def test_a_reply_has_text_and_audio(speech_server: Served) -> None:
     """The transcript of a reply is the thinker's text, and the audio is generated from all of the
-    talker's codes. The same seed gives the same reply.
+    talker's codes. The same seed yields the same reply.
     """
     silent = speech_server.client.chat.completions.create(
         model="null", messages=MESSAGES, temperature=0, max_tokens=12, seed=5
@@ -154,7 +156,7 @@ def test_a_streamed_reply_is_the_whole_one_in_parts(speech_server: Served) -> No
 
 @pytest.mark.parametrize("audio_format", ["wav", "mp3"])
 def test_a_text_is_read_aloud(speech_server: Served, audio_format: Any) -> None:
-    """The audio file of a text that is read aloud has the requested format and the duration of its
+    """When a text is read aloud, the audio file has the requested format and the duration of its
     codes, except that mp3 pads both ends.
     """
     with speech_server.client.audio.speech.with_streaming_response.create(
@@ -204,7 +206,7 @@ def test_a_spoken_reply_has_spans_and_a_request_id(
     speech_server: Served, collector: Collector
 ) -> None:
     """Each engine's span is a child of the reply's span, which belongs to the caller's trace. The
-    response and the log lines of the request contain the request id.
+    response and the request's log lines contain the request id.
     """
     body = {"model": "null", "messages": MESSAGES, "max_tokens": 12, **SPEECH}
     own = {"Authorization": f"Bearer {KEY}", "X-Request-Id": "spoken-1", "traceparent": TRACEPARENT}
@@ -244,8 +246,8 @@ def test_speech_with_a_key_beyond_its_quota_is_refused(speech_server: Served) ->
 
 
 def test_a_client_that_leaves_holds_no_slot(speech_server: Served) -> None:
-    """Clients that disconnect hold no slot: after more clients than the talker has slots have
-    disconnected after their first event, later clients are served immediately.
+    """Clients that disconnect hold no slot. Even if more clients than the talker has slots
+    disconnect after their first event, later clients are served immediately.
     """
     pcm16 = {"voice": "Ethan", "format": "pcm16"}
     for _ in range(4):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A driver for headless Chromium over the DevTools protocol, without additional packages: pages,
-keys, pointers, and screenshots.
+"""A driver that controls headless Chromium through the DevTools protocol without additional
+packages: pages, keys, pointers and screenshots.
 
-`CHROMIUM` is the path of the browser, or None if there is none. Every wait has a deadline, and
-`errors` lists the errors of the page.
+`CHROMIUM` is the path to the browser, or None if none is installed. Every wait has a deadline, and
+`errors` lists the errors that the page has reported.
 """
 
 import base64
@@ -55,8 +55,8 @@ _FLAGS = (
         "--disable-background-timer-throttling",
         "--disable-renderer-backgrounding",
         "--force-color-profile=srgb",
-        # Map a host name other than localhost to this machine. As on a local network, there are no
-        # WebCodecs at such a host over plain HTTP.
+        # Map a host name other than localhost to this machine. For such a host, as for any other
+        # machine on a local network, the browser provides no WebCodecs over plain HTTP.
         "--host-resolver-rules=MAP world.test 127.0.0.1",
     ),
 )
@@ -113,7 +113,7 @@ class Page:
         self.wait_for("document.readyState === 'complete'", timeout_s=20)
 
     def leave(self) -> None:
-        """Clear the page's stored data and close the page."""
+        """Clear the page's stored data and navigate away from it."""
         self.send("Network.clearBrowserCookies")
         self.run(
             "document.URL.startsWith('http') && (sessionStorage.clear(), localStorage.clear())"
@@ -121,7 +121,9 @@ class Page:
         self.open("about:blank")
 
     def run(self, expression: str) -> Any:
-        """Return the value of a JavaScript expression, after awaiting it if it is a promise."""
+        """Return the value of a JavaScript expression. If the value is a promise, await it
+        first.
+        """
         response = self.send(
             "Runtime.evaluate",
             expression=expression,
@@ -135,8 +137,8 @@ class Page:
         return response["result"].get("value")
 
     def call(self, module: str, code: str, *arguments: Any) -> Any:
-        """Import a JavaScript module of the page and run `code`, a function body in which `m` is
-        the module and `a` holds the arguments.
+        """Import one of the page's JavaScript modules and run `code`, a function body in which `m`
+        is the module and `a` holds the arguments.
         """
         arguments_json = json.dumps(arguments)
         return self.run(
@@ -146,7 +148,7 @@ class Page:
 
     def wait_for(self, expression: str, timeout_s: float = 15.0) -> Any:
         """Wait until the expression is true and return its value. If it does not become true in
-        time, raise an error that contains the errors of the page.
+        time, raise PageError, which lists the page's errors.
         """
         deadline_s = time.monotonic() + seconds(timeout_s)
         while True:
@@ -165,8 +167,8 @@ class Page:
         """Send a key event.
 
         Args:
-            kind: keyDown or keyUp.
-            key: A letter, or a space.
+            kind: `keyDown` or `keyUp`.
+            key: A letter or a space.
         """
         code, number = _KEYS.get(key, (f"Key{key.upper()}", ord(key.upper())))
         self.send(
@@ -209,7 +211,7 @@ class Page:
         """Send a touch event.
 
         Args:
-            kind: touchStart, touchMove or touchEnd.
+            kind: `touchStart`, `touchMove` or `touchEnd`.
         """
         self.send(
             "Input.dispatchTouchEvent", type=kind, touchPoints=[{"x": x, "y": y} for x, y in points]
@@ -258,7 +260,9 @@ class Page:
 
 @dataclass(frozen=True)
 class _Tab:
-    """DevTools ids of a tab and of its browser context, which has separate cookies and storage."""
+    """DevTools ids of a tab and of its browser context. Each browser context has its own cookies
+    and storage.
+    """
 
     context: str
     target: str
@@ -267,9 +271,9 @@ class _Tab:
 class Browser:
     """A running Chromium with a new profile.
 
-    One tab serves one page after another, because a new tab with a new process takes longer to open
-    than most tests run. Changes to the tab (window, touch, media) are undone when its DevTools
-    connection ends or when the page is left.
+    One tab is reused for successive pages, because opening a new tab with a new process takes
+    longer than most tests. Changes to the tab's window, touch and media settings are undone when
+    its DevTools connection ends or when the test leaves the page.
     """
 
     def __init__(self, popen: "subprocess.Popen[bytes]", port: int, folder: Path) -> None:
@@ -278,8 +282,8 @@ class Browser:
 
     @contextlib.contextmanager
     def page(self, url: str = "about:blank") -> Iterator[Page]:
-        """Yield a tab without cookies or storage. A new tab is opened if another page is open or
-        the previous page failed.
+        """Yield a tab without cookies or stored data. If another page is open or the previous page
+        failed, a new tab is opened.
         """
         tab, self._resting = self._resting or self._new_tab(), None
         try:
@@ -321,8 +325,8 @@ class Browser:
         return result
 
     def videos(self) -> set[Path]:
-        """Return the finished downloads. Chromium first creates an empty file with the final name
-        and replaces it when the download is complete.
+        """Return the paths of finished downloads. Chromium first creates an empty file with the
+        final name and replaces that file when the download is complete.
         """
         return {
             file
@@ -348,7 +352,9 @@ class Browser:
 
 @contextlib.contextmanager
 def running_browser(folder: Path) -> Iterator[Browser]:
-    """Run Chromium while the `with` block runs, with its profile and downloads in `folder`."""
+    """Run Chromium for the duration of the `with` block, with its profile and downloads in
+    `folder`.
+    """
     assert CHROMIUM is not None, WHY_NOT
     (folder / "downloads").mkdir(parents=True)
     # Chromium's sandbox does not work when Chromium runs as root.

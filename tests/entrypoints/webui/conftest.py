@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of the web page: one headless Chromium for all tests, and servers with a fake engine.
+"""Fixtures for the web page tests: one headless Chromium for all tests, and servers with a fake
+engine.
 
-Without Chromium, browser tests are skipped, or fail with `OMNI_REQUIRE_BROWSER=1`, which `.ci/run`
-sets if Chromium is present or could be installed.
+Without Chromium, browser tests are skipped, or fail if `OMNI_REQUIRE_BROWSER=1` is set. `.ci/run`
+sets the variable if Chromium is present or could be installed.
 """
 
 import os
@@ -39,8 +40,8 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def make_server(engine: FakeEngine) -> Iterator[MakeServer]:
-    """Return a function: `make_server(keys=[...], environ={...}, info={...}, world=DIR, **limits)`
-    starts a server that stops after the test.
+    """Yield a function that starts a server, which is stopped after the test:
+    `make_server(keys=[...], environ={...}, info={...}, world=DIR, **limits)`.
     """
     with ExitStack() as stack:
 
@@ -80,9 +81,7 @@ def server(make_server: MakeServer) -> PageServer:
 
 @pytest.fixture
 def page(browser: Browser, server: PageServer) -> Iterator[Page]:
-    """Yield the page of `server` after it has connected. Unexpected errors of the page fail the
-    test.
-    """
+    """Yield the page of `server` once it has connected. Unexpected page errors fail the test."""
     with browser.page(server.url) as page:
         page.wait_for("document.body.dataset.link === 'up'")
         yield page
@@ -91,7 +90,7 @@ def page(browser: Browser, server: PageServer) -> Iterator[Page]:
 
 @pytest.fixture
 def village_page(browser: Browser, make_server: MakeServer, village: Path) -> Iterator[Page]:
-    """Yield the page of a checkpoint with a world description. The engine is a fake."""
+    """Yield the page for a checkpoint that has a world description. The engine is a fake."""
     with browser.page(make_server(world=village, info={"fps": 48.0}).url) as page:
         page.wait_for("document.body.dataset.link === 'up'")
         page.wait_for(

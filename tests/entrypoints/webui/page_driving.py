@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers that operate the web page and read the state of the page and of its fake engine."""
+"""Helpers that operate the web page and read the state of the page and its fake engine."""
 
 from browser import Page
 from helpers.fake_engine import Call, FakeEngine
@@ -13,14 +13,14 @@ STALLS = f"{PARTS}.then(({{ app }}) => app.player.numStalls)"
 
 
 def start_now(page: Page) -> None:
-    """Start with the defaults of the panel and wait for the first image."""
+    """Start a session with the panel's defaults and wait for the first image."""
     page.click("#start .main")
     page.wait_for("document.querySelector('#view').classList.contains('has-picture')")
 
 
 def press_enter(page: Page) -> None:
-    """Press Enter as a keyboard does, including the key's text, without which the focused control
-    would not be activated.
+    """Press Enter as a keyboard does. The event includes the key's text, because without it the
+    browser would not activate the focused control.
     """
     page.send(
         "Input.dispatchKeyEvent",
@@ -33,8 +33,8 @@ def press_enter(page: Page) -> None:
 
 
 def later_chunks(engine: FakeEngine, count: int = 3) -> list[Call]:
-    """Return the next `count` chunk requests after this call, skipping the first, which may already
-    be in flight.
+    """Wait for `count` more chunk requests and return them. The first request after this call is
+    skipped, because it may already have been in flight.
     """
     start = len(engine.chunks) + 1
     wait_until(lambda: len(engine.chunks) >= start + count)
@@ -47,12 +47,12 @@ def axes(calls: list[Call]) -> list[dict[str, float]]:
 
 
 def moved(engine: FakeEngine, axis: str) -> float:
-    """Return the sum of an axis over all frames so far."""
+    """Return the sum of an axis's values over all frames so far."""
     return sum(frame.get(axis, 0.0) for frame in axes(engine.chunks))
 
 
 def rest(page: Page, engine: FakeEngine) -> None:
-    """Wait until the page requests no more chunks."""
+    """Wait until the page stops requesting chunks."""
     page.wait_for(f"{PARTS}.then(({{ app }}) => app.isResting)")
     count = len(engine.chunks)
     pause(0.5)
@@ -64,7 +64,7 @@ def shown(page: Page) -> int:
 
 
 def grey(page: Page) -> int:
-    """Return the brightness at the centre of the image. Frame n of the fake engine has the
+    """Return the brightness at the centre of the image. The fake engine gives frame n the
     brightness n % 256.
     """
     code = (

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server with the realtime endpoints, the web page, stock vLLM's key check if there are keys, and
-a fake engine.
+"""A server with the realtime endpoints, the web page and a fake engine. If API keys are given, the
+server uses stock vLLM's key check.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +19,10 @@ MakeServer = Callable[..., "PageServer"]
 
 
 class PageServer(EndpointServer):
-    """A server with the web page, assembled in the way that vLLM and the plugin assemble their
-    parts.
+    """A server with the web page, set up as vLLM and the plugin set it up.
 
-    `keys` are the API keys. Without keys, none are checked. `world` is a checkpoint with a world
-    description.
+    `keys` lists the API keys. If it is empty, requests need no key. `world` is a checkpoint with a
+    world description.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For a model with buttons, axes and a wheel, the page shows the model's actions, and only these
-reach the engine.
+"""For a model with buttons, axes and a wheel, the page offers the model's actions, and only those
+actions reach the engine.
 """
 
 import time
@@ -42,7 +42,7 @@ Frame = tuple[tuple[str, ...], dict[str, float], float]
 
 
 def frames(engine: FakeEngine, start: int = 0) -> list[Frame]:
-    """Return every frame of actions that reached the engine from chunk `start` on."""
+    """Return the action frames that have reached the engine, starting at chunk `start`."""
     found: list[Frame] = []
     for call in engine.chunks[start:]:
         for entry in call.params.actions or []:
@@ -57,8 +57,8 @@ def reaches(engine: FakeEngine, condition: Callable[[list[Frame]], Any]) -> None
 
 @pytest.fixture
 def open_page(browser: Browser, make_server: MakeServer) -> Callable[[ActionSpace], Any]:
-    """Return a function: `with open_page(space) as page` opens the page of a server with that
-    action space and waits until it has connected.
+    """Return a function that returns a context manager: `with open_page(space) as page` opens the
+    page of a server with that action space and waits until the page has connected.
     """
 
     def opened(space: ActionSpace) -> Any:
@@ -82,8 +82,8 @@ def start_now(page: Page) -> None:
 
 
 def test_the_page_shows_the_actions_of_the_model(play: Page, engine: FakeEngine) -> None:
-    """The page shows the model's buttons by name and key, a slider and the mouse, but no prompt,
-    images, camera keys or map.
+    """The page shows each of the model's buttons with its name and key, as well as a slider and the
+    mouse. It shows no prompt, images, camera keys or map.
     """
     assert not play.run(IS_SHOWN.format("#start .gallery")) and not play.run(
         IS_SHOWN.format(".prompt-field")
@@ -104,8 +104,8 @@ def test_the_page_shows_the_actions_of_the_model(play: Page, engine: FakeEngine)
 
 
 def test_a_key_holds_a_button_and_a_short_press_acts_once(play: Page, engine: FakeEngine) -> None:
-    """A held key acts in every frame. A key that is pressed and released between two requests acts
-    in one frame.
+    """A held key takes effect in every frame, whereas a key pressed and released between two
+    requests takes effect in only one.
     """
     start_now(play)
     play.key("keyDown", "w")
@@ -123,8 +123,8 @@ def test_a_key_holds_a_button_and_a_short_press_acts_once(play: Page, engine: Fa
 
 
 def test_the_mouse_moves_axes_and_the_wheel_scrolls(play: Page, engine: FakeEngine) -> None:
-    """The mouse moves axes and the wheel scrolls: dragging 40 pixels to the left turns right by 40
-    pixels, up is positive y, and one wheel notch is one step.
+    """Dragging 40 pixels to the left turns the view to the right by 40 pixels, and dragging up
+    turns it down (a negative `dy`). One wheel notch is one step.
     """
     start_now(play)
     play.drag("#view", -40, -20)
@@ -144,8 +144,8 @@ def test_the_mouse_moves_axes_and_the_wheel_scrolls(play: Page, engine: FakeEngi
 
 
 def test_a_captured_mouse_moves_and_its_button_fires(play: Page, engine: FakeEngine) -> None:
-    """After a click on Look, the page captures the mouse: moving the mouse moves the view without a
-    pressed button, and a click is an action.
+    """After a click on Look, the page captures the mouse. Moving the mouse then moves the view
+    without a pressed button, and clicking presses one of the model's buttons.
     """
     start_now(play)
     play.click("#look")
@@ -169,8 +169,8 @@ def test_a_slider_sets_an_axis_until_it_is_moved(play: Page, engine: FakeEngine)
 
 
 def test_fingers_hold_the_buttons_on_the_page(play: Page, engine: FakeEngine) -> None:
-    """On a phone, the left stick presses the buttons of the four directions, and the right stick
-    moves the mouse axes.
+    """On a phone, the left stick presses the four direction buttons, and the right stick moves the
+    mouse axes.
     """
     play.phone()
     start_now(play)
@@ -193,8 +193,8 @@ def test_fingers_hold_the_buttons_on_the_page(play: Page, engine: FakeEngine) ->
 def test_one_button_at_a_time_in_an_exclusive_space(
     open_page: Callable[..., Any], engine: FakeEngine
 ) -> None:
-    """In an exclusive action space, only the most recent button acts and the mouse cannot be
-    captured. Prompt and image are optional.
+    """In an exclusive action space, only the most recently pressed button is active, and the mouse
+    cannot be captured. The prompt and the image are optional.
     """
     with open_page(RUNNER) as page:
         page.wait_for("document.body.dataset.link === 'up'")

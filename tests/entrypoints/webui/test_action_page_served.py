@@ -2,7 +2,7 @@
 """Headless Chromium plays a world with buttons, mouse and wheel on a real `vllm serve --omni`, and
 the frames show the actions.
 
-The session is recorded, and its replay is identical.
+The session is recorded, and its replay is identical to the original session.
 """
 
 import base64
@@ -67,15 +67,17 @@ def chunks_of(recordings: Path) -> list[RecordedChunk]:
 
 
 def squares(page: Page) -> list[int]:
-    """Return the squares that the null world has drawn in the displayed image."""
+    """Return the grey values of the squares that the null world has drawn in the displayed
+    image.
+    """
     url = page.run("document.querySelector('#view').toDataURL('image/png')")
     image = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("RGB")
     return marks.read(np.asarray(image), 4)
 
 
 def sees(page: Page, low: list[int], high: list[int]) -> None:
-    """Wait for an image whose squares are within these ranges. Ranges are needed, because JPEG
-    changes grey values slightly.
+    """Wait for an image whose squares have grey values between `low` and `high`. Ranges are needed
+    because JPEG changes grey values slightly.
     """
     wait_until(
         lambda: all(a <= x <= b for a, x, b in zip(low, squares(page), high, strict=True)), 60
@@ -86,8 +88,8 @@ def sees(page: Page, low: list[int], high: list[int]) -> None:
 def test_the_page_plays_the_world_and_the_recording_runs_again(
     browser: Browser, played: Served, recordings: Path, null_world: Path
 ) -> None:
-    """The displayed images show a held key, a jump, a drag and a wheel notch, and the replay of the
-    recording is identical.
+    """The displayed images show a held key, a jump, a drag and a wheel notch. Replaying the
+    recording gives frames identical to the original ones.
     """
     with browser.page(f"http://127.0.0.1:{played.port}/omni/") as page:
         page.wait_for("document.querySelector('#key-dialog').open")
@@ -130,8 +132,8 @@ def test_the_page_plays_the_world_and_the_recording_runs_again(
 
 
 def test_unsupported_actions_are_refused_by_the_real_server(played: Served) -> None:
-    """A real server refuses unsupported actions and lists the actions that the options of the
-    served model define.
+    """A real server refuses unsupported actions and lists the actions that the served model's
+    options define.
     """
     with played.client(**AUTHORIZED) as client:
         assert [button["name"] for button in client.hello["actions"]["buttons"]] == ["run", "jump"]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""API keys on every route, tickets for WebSockets, and origins, tested with real sockets and stock
-vLLM's key check.
+"""Tests of API keys on every route, tickets for WebSockets, and origin checks. The tests use real
+sockets and stock vLLM's key check.
 """
 
 import json
@@ -47,8 +47,8 @@ def ticket(server: PageServer, key: str = KEYS[0], **headers: str) -> str:
 def endpoint(
     server: PageServer, path: str = ENDPOINT, shown: str | None = None, **options: Any
 ) -> Client:
-    """Return a connected client, or raise InvalidStatus if the handshake is refused. `shown` is the
-    ticket to send.
+    """Return a connected client, or raise InvalidStatus if the server refuses the handshake.
+    `shown` is the ticket to send.
     """
     protocols = ["omni.world.camera.v1", *([f"ticket.{shown}"] if shown is not None else [])]
     url = f"ws://127.0.0.1:{server.port}{path}"
@@ -65,7 +65,7 @@ def refusal(server: PageServer, *args: Any, **options: Any) -> int:
     "header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEYS[0]}"}]
 )
 def test_every_route_needs_the_key(guarded: PageServer, header: dict[str, str]) -> None:
-    """Every route requires the API key, except for the probes and the files of the page."""
+    """Every route requires the API key, except for the probes and the page's files."""
     app: Any = guarded.server.config.app
     paths = {route.path for route in app.routes if hasattr(route, "methods")} | {
         "/docs",
@@ -83,7 +83,7 @@ def test_every_route_needs_the_key(guarded: PageServer, header: dict[str, str]) 
     ["/omni/../work", "/omni//work", "//work", "/omni/ws/../../work", "/OMNI/x", "/health/../work"],
 )
 def test_no_spelling_of_a_path_bypasses_the_key(guarded: PageServer, path: str) -> None:
-    """Only the exact spelling of an open path can be used without a key, so no other spelling
+    """Only the exact spelling of an open path can be requested without a key, so no other spelling
     bypasses the key check.
     """
     assert send(guarded, path)[0] in (401, 404)
@@ -99,15 +99,15 @@ def test_a_path_with_an_open_prefix_is_closed(guarded: PageServer, path: str, mo
 
 
 def test_each_key_opens_every_route(guarded: PageServer) -> None:
-    """Every API key gives access to every route, including routes outside `/v1`, whatever the case
-    of the authorization scheme.
+    """Every API key gives access to every route, including routes outside `/v1`. The name of the
+    authorization scheme is not case-sensitive.
     """
     for key in KEYS:
         assert send(guarded, "/work", Authorization=f"bearer {key}") == (200, b'{"done":true}')
 
 
 def test_without_keys_every_route_is_open(server: PageServer) -> None:
-    """On a server without keys, no ticket is needed, and the ticket route reports this."""
+    """On a server without keys, no ticket is needed, and the ticket route says so."""
     assert send(server, TICKET_PATH, "POST") == (200, b'{"required":false}')
     assert send(server, "/work")[0] == 200
     with endpoint(server) as client:
@@ -115,8 +115,8 @@ def test_without_keys_every_route_is_open(server: PageServer) -> None:
 
 
 def test_a_ticket_opens_one_websocket(guarded: PageServer) -> None:
-    """A ticket, which is sent as a subprotocol and not echoed, opens one WebSocket and cannot be
-    used twice.
+    """A ticket opens one WebSocket and cannot be used twice. The client sends it as a subprotocol,
+    and the server does not echo it.
     """
     shown = ticket(guarded)
     with endpoint(guarded, shown=shown) as client:
@@ -129,15 +129,15 @@ def test_a_ticket_opens_one_websocket(guarded: PageServer) -> None:
     "shown", [None, "", "x", "A" * 47, "é".encode("latin-1").decode("latin-1") * 3]
 )
 def test_without_a_ticket_the_endpoint_is_closed(guarded: PageServer, shown: str | None) -> None:
-    """A handshake without a ticket is refused with 401 before the model is used."""
+    """A handshake without a valid ticket is refused with 401 before the model is used."""
     path = ENDPOINT if shown is None else f"{ENDPOINT}?ticket={urllib.parse.quote(shown)}"
     assert refusal(guarded, path) == 401
     assert guarded.engine.calls == []
 
 
 def test_endpoints_under_v1_still_take_the_header_only(guarded: PageServer) -> None:
-    """Stock vLLM's key check for the endpoints under `/v1` is unchanged: they accept a key in the
-    header but no ticket.
+    """Endpoints under `/v1` still have stock vLLM's key check: they accept a key in the header but
+    no ticket.
     """
     path = "/v1/realtime/world/camera"
     assert refusal(guarded, path, shown=ticket(guarded)) == 401
@@ -148,8 +148,8 @@ def test_endpoints_under_v1_still_take_the_header_only(guarded: PageServer) -> N
 
 
 def test_a_ticket_is_bound_to_its_origin_over_sockets(guarded: PageServer) -> None:
-    """A ticket requested by this server's page cannot be used by another site or by a program. A
-    ticket requested by a program cannot be used by a page.
+    """No other site or program can use a ticket requested by this server's page, and no page can
+    use a ticket requested by a program.
     """
     own, other_package = f"http://127.0.0.1:{guarded.port}", "https://elsewhere.example"
     with endpoint(guarded, shown=ticket(guarded, Origin=own), origin=own) as client:
@@ -162,8 +162,8 @@ def test_a_ticket_is_bound_to_its_origin_over_sockets(guarded: PageServer) -> No
 def test_another_origin_is_refused_even_with_its_ticket(
     guarded: PageServer, make_server: MakeServer
 ) -> None:
-    """The origin must be this server's own or one of the listed origins, whether or not the server
-    has keys.
+    """A request's origin must be this server's own or one of the listed origins, whether or not the
+    server has keys.
     """
     other_package = "https://elsewhere.example"
     assert (
@@ -177,8 +177,8 @@ def test_another_origin_is_refused_even_with_its_ticket(
 
 
 def test_sessions_belong_to_the_key_of_the_ticket(guarded: PageServer) -> None:
-    """A page and a program with the same key share sessions. Another key cannot see these
-    sessions.
+    """A page and a program that use the same key share sessions. A client with another key cannot
+    see these sessions.
     """
     with endpoint(guarded, shown=ticket(guarded)) as client:
         client.send(infer(session_id="walk"))
@@ -197,7 +197,7 @@ def test_sessions_belong_to_the_key_of_the_ticket(guarded: PageServer) -> None:
 def test_processes_that_share_keys_and_environment_take_each_others_tickets(
     make_server: MakeServer,
 ) -> None:
-    """With `--api-server-count 2`, a ticket of one process opens a WebSocket of the other
+    """With `--api-server-count 2`, a ticket issued by one process opens a WebSocket on the other
     process.
     """
     environ = {"VLLM_OMNI_TICKET_SECRET": "of this start"}
@@ -209,8 +209,8 @@ def test_processes_that_share_keys_and_environment_take_each_others_tickets(
 
 
 def test_other_endpoints_open_with_tickets_too(guarded: PageServer) -> None:
-    """With a ticket, the browser path gives access to every WebSocket below `/v1` and to no other
-    route.
+    """With a ticket, the path for browsers gives access to every WebSocket under `/v1` and to no
+    other route.
     """
     url = f"ws://127.0.0.1:{guarded.port}/omni/ws/realtime_video/generate"
     with connect(url, compression=None, subprotocols=[f"ticket.{ticket(guarded)}"]) as socket:  # type: ignore[list-item]

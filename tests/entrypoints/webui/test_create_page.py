@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The web page of servers without a world model, in headless Chromium with real routes and an
-engine that responds instantly.
+"""Tests of the web page that servers without a world model provide. The tests use headless
+Chromium, real routes and an engine that responds instantly.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ IMAGES = Capabilities(tasks=("text_to_image",))
 
 
 class MediaEngine(InstantEngine):
-    """An engine that responds instantly, also to understanding requests."""
+    """An engine that also responds instantly to understanding requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,8 +61,8 @@ def engine() -> MediaEngine:  # type: ignore[override]
 
 @pytest.fixture
 def open_page(browser: Browser, engine: MediaEngine, tmp_path: Path) -> Iterator[Any]:
-    """Yield a function: `open_page(capabilities, keys)` opens the page of a server whose model has
-    these capabilities.
+    """Yield a function, called as `open_page(capabilities, keys)`, that opens the page of a server
+    whose model has the given capabilities.
     """
     with ExitStack() as stack:
 
@@ -108,8 +108,8 @@ SIZE = (
 
 
 def test_a_prompt_becomes_an_image(open_page: Any, engine: MediaEngine) -> None:
-    """The page shows an image of the model's size, generated from the prompt with the given seed,
-    and offers only the tasks that the model supports.
+    """The page shows an image generated from the prompt, with the given seed and at the model's
+    size. The page offers only the tasks that the model supports.
     """
     page = open_page(IMAGES)
     ready(page)

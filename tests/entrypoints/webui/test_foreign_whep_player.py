@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A third-party WHEP player, the npm package whip-whep (MIT), in headless Chromium.
+"""Tests with a third-party WHEP player, the npm package whip-whep (MIT), in headless Chromium.
 
-The player is not part of this repository. npm downloads it, and the test is skipped if npm or its
-registry is not available.
+The player is not part of this repository. npm downloads it, and if npm or its registry is
+unavailable, the test is skipped.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ VIEW = """(async () => { const pc = window.pc = new RTCPeerConnection();
 
 @pytest.fixture(scope="module")
 def player(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the script of the player, which defines the player's class on the `window` object."""
+    """Return a script that defines the player class on the `window` object."""
     folder = tmp_path_factory.mktemp("whep")
     npm = shutil.which("npm")
     if npm is None:
@@ -54,7 +54,8 @@ def test_a_foreign_player_shows_a_session_and_ends_it(
     browser: Browser, make_server: MakeServer, engine: FakeEngine, player: str
 ) -> None:
     """The third-party player shows a session and ends it. The player sends its offer before it has
-    candidates, and its API key with every request. Frame n of the fake engine has the brightness n.
+    any ICE candidates, and sends its API key with every request. The fake engine gives frame n the
+    brightness n.
     """
     space = ActionSpace(image="none", prompt="required", pose=True)
     server = make_server(info={"actions": space, "fps": 24.0}, keys=["secret"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The web page follows its session to another server, tested with headless Chromium and two real
+"""The web page follows its session to another server. The tests use headless Chromium and two real
 servers.
 """
 
@@ -49,8 +49,8 @@ def enter_key(page: Page) -> None:
 
 
 def move_only_session(source: Served, name: str) -> tuple[str, dict[str, Any]]:
-    """Wait until a server has exactly one session, and move it to the other server. Return the
-    session's id and the reply.
+    """Wait until a server has exactly one session, and move that session to the other server.
+    Return the session's id and the reply.
     """
     wait_until(lambda: len(live_sessions(source)) == 1)
     (session,) = live_sessions(source)
@@ -60,7 +60,7 @@ def move_only_session(source: Served, name: str) -> tuple[str, dict[str, Any]]:
 
 
 def test_the_webrtc_page_follows_its_session(browser: Browser, fleet: TestFleet) -> None:
-    """The WebRTC page still shows its session after each move: frame n of the null world has the
+    """The WebRTC page still shows its session after each move. The null world gives frame n the
     brightness n, and the brightness continues to rise.
     """
     a, b = fleet["a"], fleet["b"]
@@ -82,8 +82,8 @@ def test_the_webrtc_page_follows_its_session(browser: Browser, fleet: TestFleet)
 
 
 def test_the_page_follows_its_world(browser: Browser, fleet: TestFleet) -> None:
-    """A session moves to the other server and back while it is played, and once more when its
-    server stops. The page shows each chunk once and reports no problem.
+    """While a session is being played, it moves to the other server and back, and once more when
+    its server stops. The page shows each chunk once and reports no problem.
     """
     a, b = fleet["a"], fleet["b"]
     with browser.page(f"http://127.0.0.1:{a.port}/omni/") as page:

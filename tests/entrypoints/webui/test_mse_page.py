@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On hosts other than localhost, browsers provide no WebCodecs over plain HTTP. The page then
-decodes H.264 with Media Source Extensions, or receives frames as JPEG.
+"""On hosts other than localhost, browsers provide no WebCodecs over plain HTTP. There, the page
+decodes H.264 with Media Source Extensions or receives frames as JPEG.
 """
 
 import json
@@ -17,7 +17,7 @@ from websockets.sync.client import connect
 
 pytestmark = pytest.mark.nightly
 
-IGNORED = "Cross-Origin-Opener-Policy"  # browsers ignore it over plain HTTP and say so
+IGNORED = "Cross-Origin-Opener-Policy"  # browsers ignore it over plain HTTP and log a message
 CODEC = "document.querySelector('[data-stat=codec]').textContent"
 RESTED = (
     f"{PARTS}.then(({{ app }}) => app.isResting && app.player.numBuffered === 0 && "
@@ -29,7 +29,9 @@ NOTE = f"""{PARTS}.then(({{ app }}) => {{
     app.player.onframe = (frame) => {{ shown(frame);
         const level = () => view.getContext("2d").getImageData(40, 24, 1, 1).data[1];
         seen.push(app.player.shown === frame ? level() : null); }}; }})"""
-"""Store the brightness of each frame, or null if a later frame was displayed in its place."""
+"""JavaScript that stores the brightness of each frame, or null if a later frame was displayed in
+its place.
+"""
 
 
 @pytest.fixture
@@ -60,8 +62,8 @@ def walk_and_rest(page: Page, engine: FakeEngine, num_chunks: int) -> None:
 
 
 def test_every_frame_is_shown_in_order_with_its_stamp(mse_page: Page, engine: FakeEngine) -> None:
-    """Every frame is shown in order: frame n has the brightness n. The page reports the time from a
-    key press to its effect.
+    """All frames are shown in order: frame n has brightness n. The page reports the time from a key
+    press to its effect.
     """
     mse_page.run(NOTE)
     start_now(mse_page)
@@ -112,7 +114,9 @@ def test_a_spectator_sees_what_the_player_decodes_by_mse(
 
 @pytest.mark.parametrize("gone", ["MediaSource", "requestVideoFrameCallback"])
 def test_jpeg_comes_last(browser: Browser, slow_server: PageServer, gone: str) -> None:
-    """The page requests JPEG only if the browser has neither of the two decoders."""
+    """The page requests JPEG only if it can use neither of its two H.264 decoders, WebCodecs and
+    Media Source Extensions.
+    """
     with browser.page() as page:
         owner = "HTMLVideoElement.prototype" if gone.startswith("request") else "globalThis"
         page.send("Page.addScriptToEvaluateOnNewDocument", source=f"delete {owner}.{gone}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a model with named images has a slot for each image. Chosen images reach the
+"""For a model with named images, the page has a slot for each image. Chosen images reach the
 engine.
 """
 
@@ -41,8 +41,8 @@ def page(browser: Browser, make_server: MakeServer) -> Iterator[Page]:
 
 
 def test_a_chosen_image_is_sent_and_a_removed_one_is_not(page: Page, engine: FakeEngine) -> None:
-    """A chosen image is sent, after it has been scaled down if it is large. A click on a filled
-    slot removes its image.
+    """A chosen image is sent, scaled down first if it is large. A click on a filled slot removes
+    its image.
     """
     page.run(CHOOSE.format(name="head", side=2000))
     page.run(CHOOSE.format(name="back", side=8))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Access to the web page, its Content Security Policy and its accessibility, in headless Chromium
-with real sockets and a fake engine.
+"""Tests of access to the web page, its Content Security Policy and its accessibility. The tests use
+headless Chromium, real sockets and a fake engine.
 """
 
 from typing import Any
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.nightly
 def test_the_world_page_asks_for_the_key(
     browser: Browser, make_server: MakeServer, engine: FakeEngine
 ) -> None:
-    """The page asks for the API key and shows an error for a wrong key. The right key is exchanged
-    for tickets and appears in no URL and no browser storage.
+    """The page asks for the API key and shows an error if the key is wrong. The page exchanges the
+    correct key for tickets, and the key appears neither in a URL nor in browser storage.
     """
     server = make_server(keys=["sesame street"])
     with browser.page(server.url) as page:
@@ -43,8 +43,8 @@ def test_the_world_page_asks_for_the_key(
 
 
 def test_nothing_comes_from_elsewhere(page: Page, server: PageServer, engine: FakeEngine) -> None:
-    """The page sends requests only to this server, and its Content Security Policy forbids all
-    other servers.
+    """The page sends requests only to this server, and its Content Security Policy forbids requests
+    to any other.
     """
     start_now(page)
     own = (
@@ -60,7 +60,7 @@ def test_nothing_comes_from_elsewhere(page: Page, server: PageServer, engine: Fa
 
 
 def test_a_phone_shows_sticks_and_they_steer(page: Page, engine: FakeEngine) -> None:
-    """On a phone, everything fits the width of the screen, and the left stick moves the camera."""
+    """On a phone, everything fits the screen width, and the left stick moves the camera."""
     page.phone()
     start_now(page)
     assert page.run("document.documentElement.scrollWidth <= innerWidth")
@@ -74,8 +74,8 @@ def test_a_phone_shows_sticks_and_they_steer(page: Page, engine: FakeEngine) -> 
 
 
 def test_every_control_is_named_and_reachable_by_keyboard(page: Page, engine: FakeEngine) -> None:
-    """Buttons and fields have accessible names, the tab order is natural, and a session can be
-    started and steered without a mouse.
+    """Buttons and fields have accessible names, and the tab order is natural. Users can start and
+    steer a session without a mouse.
     """
     nameless = """[...document.querySelectorAll("button, input, textarea, select, canvas, dialog")].filter((e) =>
         !(e.textContent.trim() || e.ariaLabel || e.getAttribute("aria-labelledby") || e.labels?.length))
@@ -100,7 +100,9 @@ def test_every_control_is_named_and_reachable_by_keyboard(page: Page, engine: Fa
 
 
 def test_text_is_readable(page: Page, engine: FakeEngine) -> None:
-    """The contrast of text is at least 4.5 to 1 in both the dark and the light scheme (WCAG AA)."""
+    """The text contrast is at least 4.5 to 1 (WCAG AA) in both the dark and the light colour
+    scheme.
+    """
     for scheme in ("dark", "light"):
         page.send(
             "Emulation.setEmulatedMedia",

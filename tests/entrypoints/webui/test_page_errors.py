@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that the web page shows and ways for the user to continue, in headless Chromium with real
-sockets and a fake engine.
+"""Tests of the errors that the web page shows and of how the user can continue. The tests use
+headless Chromium, real sockets and a fake engine.
 """
 
 import pytest
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.nightly
 
 
 def test_a_lost_connection_is_resumed(page: Page, engine: FakeEngine, server: PageServer) -> None:
-    """After a lost connection, the session continues with every chunk once and in order, and the
-    page shows the state of the connection.
+    """After a lost connection, the session continues, and every chunk arrives once and in order.
+    The page shows the connection state.
     """
     engine.delay_s = 0.15
     start_now(page)
@@ -41,7 +41,7 @@ def test_a_lost_connection_is_resumed(page: Page, engine: FakeEngine, server: Pa
     seen = page.run("window.seen")
     assert seen == list(range(seen[0], seen[0] + len(seen)))
     assert len(engine.worlds) == 1
-    # If a chunk was requested several times, its last request counts.
+    # If a chunk was requested several times, only its last request counts.
     delivered = {call.params.chunk_index: call for call in engine.chunks}
     walked = [frame.get("forward", 0.0) for frame in axes([delivered[index] for index in seen])]
     # The page may have requested its first chunks before the key was pressed.
@@ -52,8 +52,8 @@ def test_a_lost_connection_is_resumed(page: Page, engine: FakeEngine, server: Pa
 
 
 def test_a_missing_image_is_reported_and_dimmed(page: Page, engine: FakeEngine) -> None:
-    """If no image arrives for two seconds, the page dims the image and shows a notice even though
-    the connection is up. The next image removes the notice.
+    """If no image arrives for two seconds, the page dims the last image and shows a notice, even if
+    the connection is up. When the next image arrives, the notice disappears.
     """
     start_now(page)
     page.key("keyDown", "w")
@@ -67,8 +67,8 @@ def test_a_missing_image_is_reported_and_dimmed(page: Page, engine: FakeEngine) 
 
 
 def test_a_broken_image_offers_to_go_back(village_page: Page, engine: FakeEngine) -> None:
-    """When the image breaks, the page offers to go back to the copy of the session made ten seconds
-    earlier, and the session continues from that copy.
+    """When images break down, the page offers to go back to a copy of the session made ten seconds
+    earlier. If the user accepts, the session continues from that copy.
     """
     page, before = village_page, len(engine.worlds)
     page.run(f"{PARTS}.then(({{ app }}) => {{ window.at = app; app.watch.look = () => {{}}; }})")
@@ -96,7 +96,7 @@ def test_an_image_of_the_ground_is_not_taken_for_broken(
     village_page: Page, engine: FakeEngine
 ) -> None:
     """When the camera looks far down, a correct image may have little detail, so the page does not
-    check it for breakage.
+    check whether the image is broken.
     """
     page, engine.start_pose = village_page, StartPose(x_m=0, z_m=0, heading_degrees=0)
     page.run(
@@ -113,8 +113,8 @@ def test_an_image_of_the_ground_is_not_taken_for_broken(
 
 
 def test_an_image_of_a_wall_is_not_taken_for_broken(village_page: Page, engine: FakeEngine) -> None:
-    """When an obstacle stops the camera, a correct image may be flat, so the page does not judge
-    images until the camera walks freely again.
+    """When an obstacle stops the camera, a correct image may have little detail, so the page does
+    not check images until the camera moves freely again.
     """
     page, engine.start_pose = village_page, StartPose(x_m=0, z_m=0, heading_degrees=0)
     cells = torch.zeros(30, 30, dtype=torch.bool)
@@ -138,7 +138,9 @@ def test_an_image_of_a_wall_is_not_taken_for_broken(village_page: Page, engine: 
 def test_a_connection_lost_before_the_first_image(
     page: Page, engine: FakeEngine, server: PageServer
 ) -> None:
-    """If the connection is lost before the first image, the page sends its first request again."""
+    """If the connection is lost before the first image arrives, the page sends its first request
+    again.
+    """
     engine.delay_s = 0.5
     page.click("#start .main")
     wait_until(lambda: engine.chunks)
@@ -148,7 +150,7 @@ def test_a_connection_lost_before_the_first_image(
 
 
 def test_a_lost_world_can_continue_from_its_last_image(page: Page, engine: FakeEngine) -> None:
-    """When the server has lost the session, the page offers a new session that starts with the last
+    """When the server has lost the session, the page offers to start a new session from the last
     image.
     """
     start_now(page)
@@ -174,8 +176,8 @@ def dead(params: DiffusionParams) -> None:
 
 @pytest.mark.parametrize("retained", [True, False], ids=["kept", "lost"])
 def test_a_dead_engine_is_reported(page: Page, engine: FakeEngine, retained: bool) -> None:
-    """A dead engine is not shown as a pause. The page reports a resumed or a lost session only once
-    the server's behaviour shows which of the two it is.
+    """A dead engine is not shown as a pause. The page reports the session as resumed or lost only
+    when the server's behaviour shows which of the two applies.
     """
     start_now(page)
     page.key("keyDown", "w")
@@ -207,7 +209,7 @@ def test_a_dead_engine_is_reported(page: Page, engine: FakeEngine, retained: boo
 def test_a_refused_request_stops_the_world_until_tried_again(
     page: Page, engine: FakeEngine
 ) -> None:
-    """After a refused request, the page shows the reason, which looks different from a pause, and
+    """After a refused request, the page shows the reason and a status other than `Paused`. It
     requests nothing until the user tries again.
     """
 
@@ -229,7 +231,9 @@ def test_a_refused_request_stops_the_world_until_tried_again(
 
 
 def test_a_full_server_is_reported_and_retried(page: Page, engine: FakeEngine) -> None:
-    """A full server closes the connection with `capacity`, and the page shows this and retries."""
+    """When a full server closes the connection with `capacity`, the page says that the server is
+    full and retries.
+    """
     engine.max_worlds = 0
     page.click("#start .main")
     page.wait_for("!notices.hidden && /room|live|full|again/i.test(notices.textContent)")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of the page are served completely, with the right headers, and without external
+"""All of the page's files are served with the right headers, and they contain no external
 references.
 """
 
@@ -34,8 +34,8 @@ def get(server: PageServer, name: str, **headers: str) -> tuple[int, dict[str, s
 
 
 def test_every_file_is_served_as_it_is(server: PageServer) -> None:
-    """Every file is sent unchanged, with its content type and the headers that restrict the page to
-    this server.
+    """Every file is sent exactly as stored, with its content type and the headers that restrict the
+    page to this server.
     """
     files = [file for file in STATIC.rglob("*") if file.is_file()]
     assert len(files) > 20
@@ -67,8 +67,8 @@ def test_the_address_without_a_slash_redirects_to_the_page(server: PageServer) -
 
 
 def test_all_references_are_to_files_of_the_page() -> None:
-    """The page refers to no other host and no missing file. It has no inline script or style, which
-    its Content Security Policy would block.
+    """The page refers to no other host and no missing file. It has no inline scripts or styles,
+    because its Content Security Policy would block them.
     """
     for file in STATIC.rglob("*"):
         if file.suffix not in (".html", ".js", ".css", ".svg"):
@@ -86,7 +86,9 @@ def test_all_references_are_to_files_of_the_page() -> None:
 
 
 def test_every_element_that_the_scripts_use_exists() -> None:
-    """Every id in `main.js` exists in `index.html`, and labels name real fields."""
+    """Every id used in `main.js` exists in `index.html`, and every label refers to an existing
+    field.
+    """
     html = (STATIC / "index.html").read_text()
     ids = re.findall(r'\bid="([^"]+)"', html)
     assert len(ids) == len(set(ids))
@@ -113,14 +115,16 @@ def test_every_element_that_the_scripts_use_exists() -> None:
     ],
 )
 def test_the_pages_address(args: dict[str, object], expected: str | None) -> None:
-    """The printed address can be opened in a browser on the same machine."""
+    """The address that the server prints can be opened in a browser on the same machine. A server
+    on a Unix socket prints none.
+    """
     defaults = {"uds": None, "ssl_certfile": None, "root_path": ""}
     assert pages.local_address(Namespace(**{**defaults, **args})) == expected
 
 
 @pytest.mark.nightly
 def test_wheel_and_source_archive_hold_the_page(tmp_path: Path) -> None:
-    """The wheel and the source archive contain every file of the page that is in the repository."""
+    """The wheel and the source archive contain every page file in the repository."""
     names = {
         f"vllm_omni/entrypoints/webui/static/{file.relative_to(STATIC).as_posix()}"
         for file in STATIC.rglob("*.*")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of the page at common window sizes, checked through element rectangles in Chromium."""
+"""Tests of the page layout at common window sizes, based on the elements' rectangles in
+Chromium.
+"""
 
 import time
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ DESKTOPS = [(1280, 800), (1440, 900)]
 UPRIGHT, SIDEWAYS = (390, 844), (844, 390)
 WINDOWS = [*DESKTOPS, UPRIGHT, SIDEWAYS]
 SIZES = [(832, 480), (160, 96)]
-"""Image sizes of the reference model and of the packaged world."""
+"""Image sizes (width, height) of the reference model and the packaged world."""
 
 BOX = """((selector) => { const e = document.querySelector(selector); const b = e.getBoundingClientRect();
     return { left: b.left, top: b.top, right: b.right, bottom: b.bottom, width: b.width, height: b.height }; })"""  # noqa: E501
@@ -31,7 +33,7 @@ def shape(request: pytest.FixtureRequest) -> tuple[int, int]:
 
 @pytest.fixture
 def page(browser: Browser, make_server: MakeServer, shape: tuple[int, int]) -> Iterator[Page]:
-    """Yield the page before a session starts, for images of `shape`."""
+    """Yield the page for images of size `shape`, before a session starts."""
     width, height = shape
     with browser.page(
         make_server(info={"height": height, "width": width, "fps": 16.0}).url
@@ -68,7 +70,7 @@ def box(page: Page, selector: str) -> dict[str, float]:
 
 
 def overlap(one: dict[str, float], other: dict[str, float]) -> float:
-    """Return the area of the intersection of two boxes, in square pixels."""
+    """Return the area in square pixels where two boxes overlap."""
     width = min(one["right"], other["right"]) - max(one["left"], other["left"])
     height = min(one["bottom"], other["bottom"]) - max(one["top"], other["top"])
     return max(0.0, width) * max(0.0, height)
@@ -94,8 +96,8 @@ def test_the_image_keeps_its_shape_and_fills_the_window(
 
 
 def check_image(page: Page, shape: tuple[int, int], window: tuple[int, int]) -> None:
-    """Check that the image has no bars, is either as wide as its column or ends just above the
-    element below it, and is not covered.
+    """Check that the image has no bars and is not covered. It must either be as wide as its column
+    or end just above the element below it.
     """
     frame, view, column = box(page, "#frame"), box(page, "#view"), box(page, ".stage-column")
     assert frame == view
@@ -116,8 +118,8 @@ def check_image(page: Page, shape: tuple[int, int], window: tuple[int, int]) -> 
     "window", [*DESKTOPS, SIDEWAYS], ids=lambda window: "x".join(map(str, window))
 )
 def test_nothing_scrolls_before_or_in_a_world(page: Page, window: tuple[int, int]) -> None:
-    """Neither the page nor the panel needs to scroll, before or during a session. On an upright
-    phone, the settings are below the image, and everything fits the width.
+    """Neither the page nor the panel needs to scroll, before or during a session. On a phone held
+    upright, the settings are below the image, and everything fits the screen's width.
     """
     be(page, window)
     assert not scrolls(page)
@@ -176,9 +178,7 @@ def test_a_button_opens_the_settings_of_a_sideways_phone(page: Page) -> None:
 def test_the_start_image_is_shown_at_once(
     page: Page, engine: FakeEngine, shape: tuple[int, int]
 ) -> None:
-    """While the first chunk is generated, the page shows the start image at the size of the
-    frames.
-    """
+    """While the first chunk is being generated, the page shows the start image at frame size."""
     engine.delay_s = 2.0
     page.run("document.querySelectorAll('.tile input')[1].click()")
     page.run("document.querySelector('#start').requestSubmit()")

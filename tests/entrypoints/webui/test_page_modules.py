@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JavaScript modules of the page, run in a browser and compared with this package's Python
-code.
+"""Tests that run the page's JavaScript modules in a browser and compare them with this package's
+Python code.
 """
 
 import base64
@@ -36,7 +36,7 @@ NUM_VALUES = 1000
 
 @pytest.fixture(scope="module")
 def module_page(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """Yield a tab on the page's origin, so that modules can be imported. The server of this tab
+    """Yield a tab on the page's origin, so that tests can import its modules. The tab's server
     serves only files.
     """
     with (
@@ -63,7 +63,7 @@ EDGES += [-1, -32, -33, -128, -129, -32768, -32769, -(2**31), -(2**31) - 1, -(2*
 
 
 def values(count: int) -> list[Any]:
-    """Return random values of every kind that both sides support. The values are the same in every
+    """Return random values of every type that both sides support. The values are the same in every
     run.
     """
     rng = random.Random(7)
@@ -93,7 +93,7 @@ def values(count: int) -> list[Any]:
 
 
 def test_the_server_reads_messages_of_the_browser(module_page: Page) -> None:
-    """Values of every kind that the browser encodes are decoded unchanged by the server."""
+    """Values of every type that the browser can encode are decoded by the server unchanged."""
     sent = values(NUM_VALUES)
     texts = module_page.call(
         "/omni/js/msgpack.js", "return a[0].map((v) => b64(m.encode(v)))", sent
@@ -113,8 +113,8 @@ def test_the_browser_reads_messages_of_the_server(module_page: Page) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to what JavaScript can represent. JavaScript has only one number type, so
-    whole floats become integers, and the key order of objects may differ.
+    """Convert a value to one that JavaScript can represent. JavaScript has only one number type, so
+    whole floats become integers. An object's key order may change.
     """
     if isinstance(value, dict):
         return sorted([key, _plain(item)] for key, item in value.items())
@@ -126,7 +126,9 @@ def _plain(value: Any) -> Any:
 
 
 def test_lengths_at_each_header_size_survive(module_page: Page) -> None:
-    """Values with lengths just below and above each header size survive a round trip."""
+    """Values with lengths just below and just above each change of header size survive a round
+    trip.
+    """
     sizes = [0, 1, 15, 16, 31, 32, 255, 256, 65535, 65536, 70000]
     code = """return a[0].map((n) => { const bytes = new Uint8Array(n).map((_, i) => i * 7);
         const back = m.decode(m.encode({ bytes, text: "é".repeat(n), list: new Array(n).fill(null) }));
@@ -185,8 +187,8 @@ JOIN = "return b64(new Uint8Array(await new Blob(m.joinMp4(a[0].map(raw))).array
 @pytest.mark.parametrize("counts", [[9], [9, 12], [9, 12, 12, 12], [1, 1, 12], [3, 40, 2]])
 @pytest.mark.parametrize("fps", [16, 24, 29.97])
 def test_joined_chunks_are_one_video(module_page: Page, counts: list[int], fps: float) -> None:
-    """Chunks are joined into one video file, which starts with its index. Its frames are in order,
-    bit-identical to those of the chunks, and evenly timed.
+    """Chunks are joined into one video file, which starts with its index. The file's frames are in
+    order, evenly timed, and bit-identical to the chunks' frames.
     """
     files = clips(counts, fps)
     joined = base64.b64decode(
@@ -262,8 +264,8 @@ def frames(page: Page, count: int, speed: float = 1, **reading: Any) -> list[Any
 
 
 def test_keys_move_as_the_reference_does(module_page: Page) -> None:
-    """In one latent frame, W moves a step forward, L turns 6 degrees to the right and I turns 4
-    degrees up. Each is multiplied by its speed.
+    """In one latent frame, W moves the camera one step forward, L turns it 6 degrees to the right,
+    and I turns it 4 degrees up. The walking or turning speed scales each of these amounts.
     """
     assert frames(module_page, 2, held={"forward": 1}) == [{"axes": {"forward": 1}}] * 2
     assert frames(module_page, 1, held={"yaw": 1, "pitch": 1}) == [{"axes": {"yaw": 6, "pitch": 4}}]
@@ -282,13 +284,13 @@ def test_walking_is_no_faster_diagonally(module_page: Page) -> None:
 
 
 def test_a_tap_is_one_latent_frame(module_page: Page) -> None:
-    """A tap acts for one latent frame of a chunk of three, however short the tap is."""
+    """However short a tap is, it counts as one full latent frame of the chunk's three."""
     assert frames(module_page, 3, taps={"forward": 1}) == [{"axes": {"forward": 1}}, [], []]
 
 
 def test_a_drag_is_spread_over_the_chunk(module_page: Page) -> None:
-    """A drag is spread over the latent frames of a chunk, so that the value of each latent frame
-    stays in range.
+    """A drag is spread over a chunk's latent frames, so each latent frame's value stays in
+    range.
     """
     assert (
         frames(module_page, 3, turnYaw=30, turnPitch=-6) == [{"axes": {"turn": 10, "look": -2}}] * 3
@@ -297,8 +299,8 @@ def test_a_drag_is_spread_over_the_chunk(module_page: Page) -> None:
 
 
 def test_the_server_accepts_every_frame(module_page: Page) -> None:
-    """The server accepts every action frame, even with the sliders at the highest speeds, every key
-    held and a drag.
+    """The server accepts every action frame that the page sends, even with the sliders at their
+    highest speeds, every key held and a drag.
     """
     held = dict.fromkeys(STILL, 1)
     [frame] = frames(module_page, 1, 4, held=held, turnYaw=1e4, turnPitch=-1e4)
@@ -314,8 +316,8 @@ def places(
 
 
 def test_world_poses_become_a_position_for_each_video_frame(module_page: Page) -> None:
-    """A pose belongs to the last video frame of its latent frame. Video frames between two poses
-    are interpolated linearly.
+    """A pose belongs to the last video frame of its latent frame. Positions of video frames between
+    two poses are interpolated linearly.
     """
     rows = [[1.0, 2.0, 350.0, 0.0], [1.0, 4.0, 10.0, 8.0]]
     first = places(module_page, rows, 5, None)
@@ -333,7 +335,7 @@ def test_world_poses_become_a_position_for_each_video_frame(module_page: Page) -
 
 def test_a_position_is_a_start_pose(module_page: Page) -> None:
     """A position is converted to a start pose with the same values, except that the heading is
-    reduced to one turn.
+    wrapped to the range from 0 to 360 degrees.
     """
     code = "return m.startPoseOf(m.placeOf(a[0]))"
     pose = module_page.call("/omni/js/walking.js", code, [1.5, -2.0, -90.0, 12.0])
@@ -359,8 +361,8 @@ WATCH = """const watch = new m.Watch(); let now = 0; const seen = [];
 def test_an_image_that_stays_broken_is_noticed_after_three_seconds(
     module_page: Page, quiet: float, lively: float
 ) -> None:
-    """Only images that stay broken for three seconds are noticed. The test shows normal images,
-    broken images for two seconds, one normal image, and then broken images for longer.
+    """Broken images are detected only if they stay broken for three seconds. The test shows normal
+    images, broken images for two seconds, one normal image, and then broken images for longer.
     """
     usual, bad = (0.5, 10), (quiet, lively)
     parts = [(*usual, 12), (*bad, 8), (*usual, 1), (*bad, 8), (*bad, 8)]
@@ -369,8 +371,8 @@ def test_an_image_that_stays_broken_is_noticed_after_three_seconds(
 
 
 def test_walls_and_seasons_are_not_taken_for_broken(module_page: Page) -> None:
-    """The least and the most detail measured in 99 % of the views of the village, and the detail of
-    images in another style, are not taken for broken.
+    """Images are not taken for broken if they have as little or as much detail as any in 99 % of
+    the village views, or as much as images in another style.
     """
     parts = [(0.5, 10.2, 12), (0, 3.3, 40), (2.9, 19.9, 40), (0.3, 6, 40)]
     assert module_page.call("/omni/js/watch.js", WATCH, parts) == [[True, False]] * 4
@@ -382,8 +384,8 @@ def test_a_world_that_starts_flat_is_not_taken_for_broken(module_page: Page) -> 
 
 
 def test_detail_is_measured_in_the_parts_of_an_image(module_page: Page) -> None:
-    """Detail is measured separately in parts of the image. The test image has stripes of 0 and 100
-    in its left half and a uniform right half.
+    """Detail is measured separately in each part of the image. The test image has stripes with the
+    values 0 and 100 in its left half, and a uniform right half.
     """
     code = """const data = new Uint8ClampedArray(4 * 80 * 48).map((_, i) => {
         const x = (i >> 2) % 80; return i % 4 === 3 ? 255 : x < 40 && x % 2 ? 100 : 0; });
@@ -398,8 +400,8 @@ def test_detail_is_measured_in_the_parts_of_an_image(module_page: Page) -> None:
 
 
 def test_the_next_chunk_is_requested_in_time(module_page: Page) -> None:
-    """The next chunk is requested immediately while no times have been measured, and later as late
-    as the measured waiting time and the margin allow.
+    """Until waiting times have been measured, the next chunk is requested immediately. After that,
+    it is requested as late as the measured waiting time and the margin allow.
     """
     code = """const pacer = new m.Pacer(); pacer.marginMs = 100; const before = pacer.isTime(10000, 0);
         for (let i = 0; i < 20; i++) pacer.add(300, 12);
@@ -424,7 +426,7 @@ def test_the_waiting_time_is_known_after_three_chunks(
     module_page: Page, numbers: list[int]
 ) -> None:
     """Compilation makes the first or second chunk slow. After three chunks, the waiting time is
-    that of the chunks that were not slow.
+    computed from the chunks that were not slow.
     """
     for frames in (4, 12):
         *_, (needed_ms, supply) = module_page.call("/omni/js/pacer.js", NEEDED, numbers, frames)
@@ -433,9 +435,9 @@ def test_the_waiting_time_is_known_after_three_chunks(
 
 
 def test_frames_that_arrive_separately_shorten_the_waiting_time(module_page: Page) -> None:
-    """Frames that arrive separately shorten the waiting time, because playback starts with the
-    first frame while later frames may still arrive. The rate at which the server supplies frames is
-    still computed from the times of whole chunks.
+    """Frames that arrive separately shorten the waiting time, because playback can start as soon as
+    the first frame arrives. The server's frame rate is still computed from the times of whole
+    chunks.
     """
     code = """const pacer = new m.Pacer(); pacer.marginMs = 0;
         for (let i = 0; i < 20; i++) pacer.add(400, 12, 250);
@@ -446,8 +448,8 @@ def test_frames_that_arrive_separately_shorten_the_waiting_time(module_page: Pag
 def test_the_buffer_ignores_one_late_chunk_and_follows_a_slower_server(
     module_page: Page,
 ) -> None:
-    """A single chunk that takes three seconds leaves the buffer unchanged. A server that has become
-    slower is recognised at its third slow chunk.
+    """One chunk that takes three seconds does not change the buffer length. A server that has
+    become slower is detected at its third slow chunk.
     """
     needed = [
         ms
@@ -477,8 +479,8 @@ PLAY = """
 
 
 def test_frames_are_shown_evenly_and_in_order(module_page: Page) -> None:
-    """At 16 frames per second on a 60 Hz display, each frame is shown for 3 or 4 refreshes, also
-    across chunk borders.
+    """At 16 frames per second on a 60 Hz display, each frame is shown for 3 or 4 refreshes,
+    including across chunk boundaries.
     """
     code = "for (const tag of [0, 1, 2]) await push(tag); run(3); return [drawn, player.numStalls]"
     drawn, stalls = module_page.call("/omni/js/player.js", PLAY + code)
@@ -493,7 +495,7 @@ def test_frames_are_shown_evenly_and_in_order(module_page: Page) -> None:
 
 def test_the_buffer_counts_the_frame_that_is_shown(module_page: Page) -> None:
     """`bufferedMs` is the time until playback has to wait. A chunk that arrives just within that
-    time does not interrupt playback, but a chunk that arrives one refresh later does.
+    time does not interrupt playback. A chunk that arrives one refresh later does.
     """
     code = """await push(0); run(0.4); const ms = player.bufferedMs; run(ms / 1000 - a[0] / 60);
         const early = player.numStalls; await push(1); run(0.1); return [early, player.numStalls]"""
@@ -507,8 +509,8 @@ def test_a_player_that_expects_no_more_does_not_stall(module_page: Page) -> None
 
 
 def test_a_slow_supply_slows_the_image_evenly(module_page: Page) -> None:
-    """When frames arrive at half the frame rate, the video plays at about half speed without
-    stopping.
+    """When frames arrive at half the playback frame rate, the video plays at about half speed
+    without stopping.
     """
     code = (
         "player.setSupply(8); for (const tag of [0, 1]) await push(tag); run(2.5); return "
@@ -521,8 +523,8 @@ def test_a_slow_supply_slows_the_image_evenly(module_page: Page) -> None:
 
 
 def test_a_decoded_frame_does_not_wait_for_later_ones(module_page: Page) -> None:
-    """A frame is shown in order as soon as it is decoded, without waiting for later frames. A
-    broken frame is skipped.
+    """A decoded frame is shown when its turn comes, without waiting for later frames. A frame that
+    cannot be decoded is skipped.
     """
     code = """
         const decode = createImageBitmap; const waiting = [];
@@ -540,8 +542,8 @@ def test_a_decoded_frame_does_not_wait_for_later_ones(module_page: Page) -> None
 
 
 def test_short_touches_are_not_lost_and_held_keys_are_not_doubled(module_page: Page) -> None:
-    """A key pressed and released between two reads of the controls is a tap, a key that is still
-    down is held, and opposite keys cancel each other.
+    """A key pressed and released between two reads of the controls counts as a tap, and a key that
+    is still down counts as held. Opposite keys cancel each other out.
     """
     code = """const c = new m.Controls(); c.press("KeyW", "forward", 1); c.release("KeyW"); c.press("KeyD", "right", 1);
         c.press("KeyL", "yaw", 1); c.press("KeyJ", "yaw", -1); c.turn(0.5, 0);
@@ -632,7 +634,9 @@ DECODE = """
 
 
 def grey_units(brightness: list[int], keys: tuple[int, ...] = (0,)) -> list[dict[str, Any]]:
-    """Return access units of grey frames as the server sends them, with key frames at `keys`."""
+    """Return access units of grey frames in the form that the server sends, with key frames at the
+    indices `keys`.
+    """
     encoder = H264Encoder("libx264", 16.0)
     units = []
     for frame, level in enumerate(brightness):
@@ -661,7 +665,7 @@ every_decoder = pytest.mark.parametrize("decoder", ["WebCodecs", "MSE"])
 
 @every_decoder
 def test_access_units_are_decoded_one_by_one(h264_page: Page, decoder: str) -> None:
-    """Each frame is returned before the next access unit is sent, so the decoder adds no delay."""
+    """The decoder returns each frame before the next access unit is sent, so it adds no delay."""
     levels = [20, 60, 100, 140, 180, 220]
     code = (
         "const seen = []; for (const unit of units) seen.push(await show(unit)); return "
@@ -676,8 +680,8 @@ def test_access_units_are_decoded_one_by_one(h264_page: Page, decoder: str) -> N
 
 @every_decoder
 def test_frames_after_a_lost_one_wait_for_a_key_frame(h264_page: Page, decoder: str) -> None:
-    """After a lost frame, the decoder reports that it needs a key frame and does not show frames
-    that depend on the lost frame.
+    """After a lost frame, the decoder reports that it needs a key frame. It returns no frame that
+    depends on the lost frame.
     """
     code = """const seen = []; const needs = [];
         for (const unit of units) { if (unit.first_frame === 2) continue;
@@ -705,8 +709,8 @@ def test_a_decoder_that_fails_twice_is_no_longer_used(h264_page: Page, decoder: 
 
 
 def test_mse_keeps_order_and_exact_frames_of_a_burst(h264_page: Page) -> None:
-    """Access units that arrive together are returned in order, each with its own image. A second
-    stream of another size continues in the same decoder.
+    """If many access units arrive together, their frames are returned in order, each with its own
+    brightness.
     """
     levels = [(37 * frame) % 200 + 20 for frame in range(24)]
     code = """const seen = await Promise.all(units.map((unit) => show(unit)));
@@ -717,7 +721,9 @@ def test_mse_keeps_order_and_exact_frames_of_a_burst(h264_page: Page) -> None:
 
 
 def test_mse_keeps_no_more_than_what_follows_a_key_frame(h264_page: Page) -> None:
-    """The decoder requests a key frame after 4 MiB and removes everything before that key frame."""
+    """The decoder requests a key frame after 4 MiB, and removes all data before that key frame from
+    its buffer.
+    """
     code = """
         let asked = 0; const kept = [];
         for (let round = 0; round < 6; round++) for (const unit of units) {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The browser test that `make test` runs. All other browser tests run nightly."""
+"""This is the only browser test that `make test` runs. The other browser tests run nightly."""
 
 from browser import Page
 from helpers.fake_engine import FIRST, LATER, FakeEngine
@@ -9,14 +9,15 @@ from vllm_omni.actions import as_frame
 
 
 def test_the_page_starts_and_steers_a_world(page: Page, engine: FakeEngine) -> None:
-    """The first chunk request has the image, prompt, size and seed from the panel, and a held key
+    """The first chunk request contains the image, prompt, size and seed from the panel. A held key
     moves the camera until it is released.
     """
     page.run("document.querySelectorAll('.tile input')[1].click()")
     page.run("document.querySelector('#start').elements.seed.value = 77")
     page.click("#start .main")
     page.wait_for("document.querySelector('#view').classList.contains('has-picture')")
-    # The page decodes H.264 if the browser supports it. Some Chromium builds have no H.264 decoder.
+    # The page uses H.264 only if the browser can decode it, because some Chromium builds have no
+    # H.264 decoder.
     app = "import('/omni/js/main.js').then(({ parts }) => parts.app)"
     has_h264 = page.run("import('/omni/js/decode.js').then((m) => m.h264Decoder(48))")
     assert page.run(f"{app}.then((app) => app.world.format)") == ("h264" if has_h264 else "jpeg")
@@ -32,7 +33,7 @@ def test_the_page_starts_and_steers_a_world(page: Page, engine: FakeEngine) -> N
     assert "start_pose" not in first.params.options, "the server recognises its own images"
 
     def steps() -> list[float]:
-        """Return the forward step of each latent frame so far."""
+        """Return the forward motion of each latent frame so far."""
         entries = [entry for call in engine.chunks for entry in call.params.actions or []]
         return [as_frame(entry).axes.get("forward", 0.0) for entry in entries]
 
@@ -40,7 +41,7 @@ def test_the_page_starts_and_steers_a_world(page: Page, engine: FakeEngine) -> N
     wait_until(lambda: steps()[-9:] == [1.0] * 9)
     page.key("keyUp", "w")
     wait_until(lambda: steps()[-3:] == [0.0] * 3)
-    # Every frame was decoded and shown: the last frame has the brightness of its number.
+    # Every frame was decoded and shown: the last frame's brightness equals its index.
     shown = f"{app}.then((app) => [app.isResting, app.player.numBuffered, app.player.numShown])"
     page.wait_for(f"{shown}.then(([rests, left]) => rests && left === 0)")
     num_frames = FIRST + LATER * (len(engine.chunks) - 1)

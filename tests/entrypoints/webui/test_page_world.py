@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The web page for a world with a description: its images, prompts and map, and the position of the
-camera. The tests use headless Chromium, real sockets and a fake engine.
+"""Tests of the web page for a world with a description: images, prompts, map and camera position.
+The tests use headless Chromium, real sockets and a fake engine.
 """
 
 from pathlib import Path
@@ -38,7 +38,9 @@ CHOOSE = """((name, type, bytes) => { const dataTransfer = new DataTransfer();
 def test_a_file_that_is_no_image_does_not_become_a_tile(
     page: Page, name: str, kind: str, said: str
 ) -> None:
-    """A file that is not an image is refused with a reason as soon as it is chosen."""
+    """As soon as the user chooses a file that is not an image, the page rejects it and states the
+    reason.
+    """
     page.run(f"{CHOOSE}({name!r}, {kind!r}, new Uint8Array([1, 2, 3]))")
     page.wait_for("!notices.hidden")
     assert said in page.text("#notices")
@@ -47,8 +49,8 @@ def test_a_file_that_is_no_image_does_not_become_a_tile(
 
 
 def test_a_large_image_is_scaled_down_in_the_browser(page: Page, engine: FakeEngine) -> None:
-    """A large image is scaled down in the browser: a noise image of 3000 x 1500 pixels, which
-    exceeds the server's byte limit, arrives as 2048 x 1024.
+    """The browser scales a large image down: a noise image of 3000 x 1500 pixels, which exceeds the
+    server's byte limit, arrives at 2048 x 1024 pixels.
     """
     page.run(f"""(async () => {{ const canvas = new OffscreenCanvas(3000, 1500), c = canvas.getContext("2d");
         const image = c.createImageData(3000, 1500);
@@ -104,8 +106,8 @@ def test_prompt_buttons_change_the_world_in_mid_walk(
 
 
 def test_a_foreign_image_is_accepted_with_a_notice(village_page: Page, engine: FakeEngine) -> None:
-    """If the user chooses an image that does not show the world, the panel describes the limits of
-    the world, and a notice repeats them once when the walk starts.
+    """If the user chooses an image that does not show the world, the panel describes the world's
+    limits, and a notice repeats them once when the walk starts.
     """
     page = village_page
     page.run("""(async () => { const canvas = new OffscreenCanvas(32, 32); const c = canvas.getContext("2d");
@@ -126,7 +128,7 @@ def test_a_foreign_image_is_accepted_with_a_notice(village_page: Page, engine: F
 
 
 def test_the_map_shows_the_ground_at_the_position(village_page: Page, engine: FakeEngine) -> None:
-    """The map shows the ground at the camera's position, to a scale in metres."""
+    """The map shows the ground at the camera's position, with a scale in metres."""
     page = village_page
     engine.start_pose = StartPose(x_m=1.2, z_m=-4.0, heading_degrees=0.0)
     start_now(page)  # at (1.2, -4), on the sandy path of the square, west of the pond
@@ -136,7 +138,7 @@ def test_the_map_shows_the_ground_at_the_position(village_page: Page, engine: Fa
         const x = c.width / 2 + dx * d, y = c.height / 2 + dy * d;
         return [...c.getContext('2d').getImageData(x, y, 1, 1).data]; })"""
     height = page.run("document.querySelector('#map').clientHeight")
-    metre = (height - 36) / 15  # around a resting camera, half of the map's 30 m is shown
+    metre = (height - 36) / 15  # around a camera at rest, half of the map's 30 m is shown
     assert page.run("document.querySelector('#map').offsetParent !== null")
     red, _, blue, alpha = page.run(f"{pixel}({2.6 * metre}, {0.6 * metre})")
     assert alpha == 255
@@ -150,7 +152,7 @@ IS_ON_PAGE = "document.querySelector('{}').offsetParent !== null"
 
 
 def test_the_map_shows_the_poses_of_the_server(village_page: Page, engine: FakeEngine) -> None:
-    """The map shows the poses that the server reports, so the dot on the map stops at a wall."""
+    """The map shows the poses that the server reports, so the dot on the map stops at walls."""
     page = village_page
     cells = torch.zeros(30, 30, dtype=torch.bool)
     cells[14 - 2] = True  # blocked from 2 m to the north
@@ -168,8 +170,8 @@ def test_the_map_shows_the_poses_of_the_server(village_page: Page, engine: FakeE
 
 
 def test_there_is_no_map_without_a_pose(village_page: Page, engine: FakeEngine) -> None:
-    """There is no map for an image that does not show the world, because the server reports no pose
-    for it.
+    """The page shows no map for an image that does not show the world, because the server reports
+    no pose for it.
     """
     start_now(village_page)
     later_chunks(engine, 1)
@@ -180,8 +182,8 @@ def test_there_is_no_map_without_a_pose(village_page: Page, engine: FakeEngine) 
 
 
 def test_a_world_started_from_the_view_has_its_pose(page: Page, engine: FakeEngine) -> None:
-    """The request for a new session that starts from the current view contains the pose of the
-    displayed image.
+    """A request to start a new session from the current view contains the pose of the displayed
+    image.
     """
     engine.start_pose = StartPose(x_m=1.0, z_m=2.0, heading_degrees=90.0)
     start_now(page)

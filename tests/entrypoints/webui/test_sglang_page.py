@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang 0.5.23's own page runs unchanged against `vllm serve --omni`. The page is taken from
-SGLang's wheel and opened in Chromium, and the engine is real.
+"""SGLang 0.5.23's own page works unmodified with `vllm serve --omni`. The page is taken from
+SGLang's wheel and opened in Chromium. The engine is real.
 
-According to SGLang's README, the page is opened as a file. A static server on another port is the
-alternative. In both cases, the page's origin differs from the server's, so `--allowed-origins` must
-list it.
+SGLang's README says to open the page as a file. The alternative is a static server on another port.
+In both cases, the page's origin differs from the server's, so `--allowed-origins` must list the
+page's origin.
 """
 
 import contextlib
@@ -75,7 +75,7 @@ def served(
 
 
 def fill(page: Page, port: int, image: Path) -> None:
-    """Enter the server, the size and a reference image as a user would."""
+    """Enter the server address, the size and a reference image as a user would."""
     page.wait_for("document.querySelector('#presetList button') !== null")
     for name, value in {
         "serverUrl": f"ws://127.0.0.1:{port}/v1/realtime_video/generate",
@@ -136,7 +136,9 @@ def test_the_page_plays_and_steers(
 def test_without_allowed_origins_it_is_refused(
     browser: Browser, make_server: MakeServer, page_folder: Path, village: Path
 ) -> None:
-    """Without `--allowed-origins`, the endpoints of a server with a fake engine refuse the page."""
+    """Without `--allowed-origins`, a server with a fake engine refuses the page at its
+    endpoints.
+    """
     server = make_server()
     url = page_folder.joinpath("index.html").as_uri()
     with opened(browser, url, server.port, village / "start" / "street_day.png") as page:

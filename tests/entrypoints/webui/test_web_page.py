@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The web page as a user sees it, in headless Chromium with real sockets and a fake engine:
-controls, prompts, idle time, marks, recordings and saved images.
+"""Tests of the web page as a user sees it: controls, prompts, idle time, marks, recordings and
+saved images. The tests use headless Chromium, real sockets and a fake engine.
 
-`make test` does not run these tests, but only test_page_smoke.py.
+`make test` does not run these tests. The only browser test that it runs is test_page_smoke.py.
 """
 
 import numpy as np
@@ -46,8 +46,8 @@ pytestmark = pytest.mark.nightly
 def test_every_key_has_its_direction(
     page: Page, engine: FakeEngine, key: str, axis: str, value: float
 ) -> None:
-    """In each latent frame, a key either moves the camera a step along the ground or vertically, or
-    turns it by some degrees to the right or up.
+    """In each latent frame, a held key moves the camera by one step or turns it by a few degrees.
+    The key determines the axis and the sign.
     """
     start_now(page)
     page.key("keyDown", key)
@@ -59,8 +59,8 @@ ACTIVE = "document.activeElement.id"
 
 
 def test_after_a_click_keys_steer_the_world(page: Page, engine: FakeEngine) -> None:
-    """After a click on a control, keys still steer the camera: space pauses instead of pressing the
-    control again, and arrow keys look around instead of moving a slider.
+    """After a click on a control, keys still steer the camera. Space pauses instead of pressing the
+    control again, and the arrow keys look around instead of moving a slider.
     """
     start_now(page)
     for control in ("#overlay", "#pause", "#pause", ".hud summary"):
@@ -95,8 +95,8 @@ def test_keys_do_not_move_while_one_types(page: Page, engine: FakeEngine) -> Non
 
 
 def test_losing_the_focus_releases_all_keys(page: Page, engine: FakeEngine) -> None:
-    """When the window loses the focus, all keys are released, so that the camera does not keep
-    moving while the window is in the background.
+    """When the window loses focus, all keys are released, so the camera does not keep moving while
+    the window is in the background.
     """
     start_now(page)
     page.key("keyDown", "w")
@@ -116,8 +116,8 @@ def test_dragging_looks_around(page: Page, engine: FakeEngine) -> None:
 
 
 def test_a_gamepad_steers(page: Page, engine: FakeEngine) -> None:
-    """The left stick of a gamepad moves the camera in proportion to its deflection. A stick at rest
-    has no effect.
+    """A gamepad's left stick moves the camera in proportion to the stick's deflection. A stick that
+    is not deflected has no effect.
     """
     start_now(page)
     pad = (
@@ -143,7 +143,7 @@ def test_sliders_change_the_speed(page: Page, engine: FakeEngine) -> None:
 
 def test_an_idle_page_requests_nothing_and_a_key_resumes(page: Page, engine: FakeEngine) -> None:
     """An idle page requests nothing and keeps showing the last image without a notice. The next key
-    resumes the session and acts in the next chunk.
+    press resumes the session and takes effect in the next chunk.
     """
     start_now(page)
     rest(page, engine)
@@ -161,7 +161,7 @@ def test_an_idle_page_requests_nothing_and_a_key_resumes(page: Page, engine: Fak
 def test_an_idle_page_keeps_its_session(
     browser: Browser, make_server: MakeServer, engine: FakeEngine
 ) -> None:
-    """The pings of an idle page keep its session alive, although the page requests no chunk within
+    """An idle page's pings keep its session alive, although the page requests no chunk within
     `session_idle_s`.
     """
     server = make_server(info={"fps": 48.0, "session_idle_s": 6.0})
@@ -178,8 +178,8 @@ def test_an_idle_page_keeps_its_session(
 
 
 def test_input_to_photon_is_measured(page: Page, engine: FakeEngine) -> None:
-    """The page measures the time from a key press to the first image that shows its effect, which
-    is at least the duration of one chunk.
+    """The page measures the time from a key press to the first image that shows the effect. This
+    time is at least one chunk's duration.
     """
     engine.delay_s = 0.2
     start_now(page)
@@ -250,7 +250,9 @@ def test_starting_over_makes_the_same_world_again(page: Page, engine: FakeEngine
 
 
 def test_a_mark_restores_its_session(page: Page, engine: FakeEngine) -> None:
-    """A mark keeps a copy of the session, from which the user can continue several times."""
+    """A mark keeps a copy of the session, and the user can continue from that copy several
+    times.
+    """
     engine.start_pose = StartPose(x_m=0.0, z_m=0.0, heading_degrees=0.0)
     start_now(page)
     page.key("keyDown", "w")
@@ -288,7 +290,9 @@ def test_a_mark_restores_its_session(page: Page, engine: FakeEngine) -> None:
 
 
 def test_a_recording_is_a_real_mp4(page: Page, engine: FakeEngine, browser: Browser) -> None:
-    """The downloaded recording is an MP4 that contains whole chunks with every frame in order."""
+    """The downloaded recording is an MP4 file that contains whole chunks, with every frame in
+    order.
+    """
     before = browser.videos()
     start_now(page)
     page.press("v")
@@ -308,7 +312,9 @@ def test_a_recording_is_a_real_mp4(page: Page, engine: FakeEngine, browser: Brow
 def test_a_saved_image_of_a_small_world_is_four_times_as_large(
     page: Page, engine: FakeEngine
 ) -> None:
-    """In a saved image of a small world, each pixel is enlarged to a square."""
+    """When an image of a small world is saved, each pixel is enlarged to a square of four by four
+    pixels.
+    """
     sizes = f"""{PARTS}.then(async ({{ app }}) => {{ const make = URL.createObjectURL;
         const blob = await new Promise((done) => {{
             URL.createObjectURL = (b) => {{ done(b); return make(b); }}; app.savePicture(); }});

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of `vllm serve MODEL --omni --api-key` with a real engine, the packaged world and
-headless Chromium.
+"""Tests of the page served by `vllm serve MODEL --omni --api-key`, with a real engine, the packaged
+world and headless Chromium.
 
-`OMNI_SCREENSHOT=docs/how_to/web_page.png pytest THIS_FILE` writes the screenshot of the guide.
+`OMNI_SCREENSHOT=docs/how_to/web_page.png pytest THIS_FILE` writes the screenshot for the guide.
 """
 
 import base64
@@ -85,12 +85,14 @@ COLUMNS = f"""{PARTS}.then(({{ app }}) => {{
         }}
         window.seen.push(columns);
     }}; }})"""  # noqa: E501
-"""Store the green channel of four bands of every displayed frame, column by column."""
+"""JavaScript that stores the green channel of four bands of every displayed frame, column by
+column.
+"""
 
 
 def shift_px(before: np.ndarray, after: np.ndarray) -> int:
-    """Return the number of columns by which an image `[W, 4]` has moved to the right (negative: to
-    the left), determined from the best match of the overlapping columns.
+    """Return the number of columns by which an image has moved to the right (negative: to the
+    left), determined from the best match of the overlapping columns. Shape of both images: [W, 4].
     """
     width = len(before)
     candidates = range(-40, 41)
@@ -104,8 +106,8 @@ def shift_px(before: np.ndarray, after: np.ndarray) -> int:
 
 
 def season(page: Page, village: Path) -> str:
-    """Return the name of the prompt whose start images are nearest to the displayed image in mean
-    colour.
+    """Return the name of the prompt with the start images that are closest to the displayed image
+    in mean colour.
     """
     shown = pixels(page.run("document.querySelector('#view').toDataURL('image/png')")).mean((0, 1))
     description = read_description(village)
@@ -122,7 +124,7 @@ def season(page: Page, village: Path) -> str:
 @pytest.mark.nightly
 def test_keys_turn_the_view_and_prompts_choose_the_season(page: Page, village: Path) -> None:
     """Pressing `l` turns the camera to the right, so the image moves left, and `j` does the
-    opposite. The button of the snow prompt changes the season.
+    opposite. The snow prompt's button changes the season.
     """
     page.run("document.querySelector('#start').elements.seed.value = 5")
     page.run(COLUMNS)
@@ -139,7 +141,7 @@ def test_keys_turn_the_view_and_prompts_choose_the_season(page: Page, village: P
         page.key("keyUp", key)
         seen = np.asarray(page.run("window.seen.slice(0, 9)")).reshape(9, -1, 4)
         moved = [shift_px(seen[frame], seen[frame + 4]) for frame in range(5)]
-        # 12 px correspond to 6 degrees of a view that is 75 degrees wide.
+        # 12 px correspond to 6 degrees in a view that is 75 degrees wide.
         assert 6 <= sign * float(np.median(moved)) <= 20, (key, moved)
     assert season(page, village) == "day"
     page.click("#prompts button:nth-child(3)")
@@ -154,7 +156,7 @@ def test_keys_turn_the_view_and_prompts_choose_the_season(page: Page, village: P
 
 @pytest.mark.nightly
 def test_a_walk_with_everything(page: Page, browser: Browser) -> None:
-    """During a walk, the image changes, a recording contains the frames, a mark restores its
+    """During a walk, the image changes, a recording contains the walk's frames, a mark restores its
     session, and the session resumes after an aborted connection.
     """
     start(page)
@@ -191,8 +193,8 @@ def test_a_walk_with_everything(page: Page, browser: Browser) -> None:
 
 
 def test_the_key_guards_every_route_but_the_page_and_probes(served: demo.ServerProcess) -> None:
-    """Stock vLLM's routes outside `/v1` also require the API key, but the page and the probes do
-    not.
+    """The API key is also required for stock vLLM's routes outside `/v1`, but not for the page and
+    the probes.
     """
 
     def status(path: str, key: str | None) -> int:
@@ -253,7 +255,7 @@ def test_the_log_names_the_page_and_holds_no_key(served: demo.ServerProcess) -> 
 
 @pytest.mark.nightly
 def test_screenshot_for_the_guide(page: Page, tmp_path: Path) -> None:
-    """The screenshot for the guide can be taken in every run and is smaller than 300 kB."""
+    """Every run can take the guide's screenshot, and the screenshot is smaller than 300 kB."""
     target = Path(os.environ.get("OMNI_SCREENSHOT", tmp_path / "web_page.png"))
     page.send(
         "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The WebRTC page in headless Chromium, with real sockets and a fake engine."""
+"""Tests of the WebRTC page in headless Chromium, with real sockets and a fake engine."""
 
 import helpers.needs_aiortc  # noqa: F401
 import pytest
@@ -26,8 +26,8 @@ RATIO = """(() => { const { width, height } =
 def test_the_webrtc_page_shows_and_steers_a_world(
     browser: Browser, make_server: MakeServer, engine: FakeEngine, keys: list[str]
 ) -> None:
-    """The page shows frames from the WebRTC track: frame n of the fake engine has the brightness n.
-    A held key reaches the engine, also on a server with an API key.
+    """The page shows frames from the WebRTC track, and a held key reaches the engine, whether or
+    not the server has an API key. The fake engine gives frame n the brightness n.
     """
     server = make_server(info={"fps": 24.0}, keys=keys)
     with browser.page(server.url + "webrtc.html") as page:
@@ -60,10 +60,10 @@ def test_the_webrtc_page_shows_and_steers_a_world(
 def test_lost_packets_do_not_stop_the_picture(
     browser: Browser, make_server: MakeServer, engine: FakeEngine
 ) -> None:
-    """With 2 % loss in both directions, up to 50 ms jitter and 4 Mbit/s, no frame is displayed for
-    longer than 500 ms. Lost packets are sent again, and the bitrate stays below the bandwidth
-    although frames of noise would need more. benchmarks/webrtc_loss.py runs a longer version of
-    this test.
+    """With 2 % packet loss in both directions, up to 50 ms of jitter and 4 Mbit/s of bandwidth, no
+    frame is displayed for longer than 500 ms. Lost packets are retransmitted. The bitrate stays
+    below the bandwidth limit, although the frames are noise, which would need more.
+    benchmarks/webrtc_loss.py runs a longer version of this test.
     """
     engine.noise = True
     server = make_server(info={"fps": 24.0, "width": 160, "height": 96})
@@ -74,8 +74,8 @@ def test_lost_packets_do_not_stop_the_picture(
             exactly(5)  # wait until the bitrate has adapted to the bandwidth
             seen = freezes(page, 10)
             assert page.errors == []
-        # If the message that ends the connection is lost, the server notices the end after half a
-        # minute.
+        # If the message that ends the connection is lost, the server needs half a minute to detect
+        # that the client has gone.
         wait_until(lambda: server.manager.guard.num_connections == 0, 60)
     assert relay.down.num_dropped > 0
     assert seen["stats"]["retransmittedPacketsReceived"] > 0

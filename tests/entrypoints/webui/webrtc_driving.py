@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drives the WebRTC page over a relay with network faults, and measures how evenly the page shows
-frames.
+"""Drives the WebRTC page through a relay that simulates network faults, and measures how evenly the
+page shows frames.
 """
 
 import time
@@ -25,7 +25,7 @@ STATS = """connections[0].getStats().then((all) => { const one = [...all.values(
 
 
 def play(page: Page, url: str, relay: UdpRelay) -> None:
-    """Open the WebRTC page with the relay between it and the server, and start a session."""
+    """Open the WebRTC page with the relay between the page and the server, and start a session."""
     for script in (relay.page_script, KEEP_CONNECTIONS):
         page.send("Page.addScriptToEvaluateOnNewDocument", source=script)
     page.open(url + "webrtc.html")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a single sequence."""
+"""Tests of attention over a single sequence."""
 
 import pytest
 import torch
@@ -50,8 +50,8 @@ def test_query_heads_may_share_a_key_head(causal: bool) -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_cuda_kernel_agrees_within_bf16() -> None:
-    """The CUDA kernel is within 2e-2 of the textbook formula, which is the rounding error of bf16
-    for values around one. The head size is 128, as in the released model.
+    """The CUDA kernel's result is within 2e-2 of the textbook formula. This tolerance allows for
+    bf16's rounding error at values around one. The head size is 128, as in the released model.
     """
     torch.manual_seed(0)
     q, k, v = (torch.randn(n, 4, 128, dtype=torch.bfloat16, device="cuda") for n in (64, 192, 192))
@@ -62,7 +62,7 @@ def test_the_cuda_kernel_agrees_within_bf16() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("heads", "keys"), [(12, 512), (40, 512), (12, 257)])
 def test_cross_attention_agrees_within_bf16(heads: int, keys: int) -> None:
-    """Cross-attention accepts keys and values that are slices of a tensor for several layers,
+    """Cross-attention accepts keys and values that are slices of a tensor shared by several layers,
     because models store them that way. The attention output is contiguous.
     """
     torch.manual_seed(0)
@@ -86,7 +86,7 @@ def test_cross_attention_agrees_within_bf16(heads: int, keys: int) -> None:
 
 @pytest.mark.parametrize("seen", [1, 5, 9])
 def test_a_key_range_limits_attention_to_its_keys(seen: int) -> None:
-    """Attention with a key range equals attention to a slice of the keys."""
+    """Attention with a key range equals attention to the corresponding slice of the keys."""
     q, k, v = (torch.randn(count, 4, 8) for count in (3, 9, 9))
     key_range = torch.tensor([0, seen], dtype=torch.int32)
     assert torch.equal(attention(q, k, v, key_range=key_range), attention(q, k[:seen], v[:seen]))
@@ -96,7 +96,7 @@ def test_a_key_range_limits_attention_to_its_keys(seen: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_cuda_kernel_reads_a_key_range_on_the_device(dtype: torch.dtype) -> None:
-    """Grouped-query attention reads a partly filled ring buffer. The sizes match Waypoint: 512
+    """Grouped-query attention reads a partly filled ring buffer. The sizes are Waypoint's: 512
     queries and a head size of 64.
     """
     torch.manual_seed(0)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every disabled fast path reports which requirement is missing. These tests patch the environment
-that the checks inspect, not the return values of the checks.
+that the checks inspect, not the checks' return values.
 """
 
 import sys
@@ -44,7 +44,7 @@ def test_a_hopper_gpu_with_all_packages_uses_every_fast_path(flash_attention: An
 
 def test_a_missing_cudnn_package_is_named_with_its_remedy() -> None:
     """A missing cuDNN package is reported with the command that installs it. vLLM's CUDA builds
-    install the package, but a user can uninstall it.
+    depend on the package, but a user can uninstall it.
     """
     with fake_hopper(with_packages=["cudnn"]):
         assert cudnn_fp8_attention(HOPPER).is_on
@@ -82,7 +82,7 @@ def test_a_gpu_or_a_build_of_torch_that_lacks_support_is_named(
 
 
 def test_the_reason_of_vllm_is_quoted(flash_attention: Any) -> None:
-    """vLLM's reason why FlashAttention 3 is unavailable is reported for two fast paths:
+    """If FlashAttention 3 is unavailable, vLLM's reason is reported for two fast paths:
     FlashAttention 3 itself and cuDNN cross-attention.
     """
     flash_attention.fa_version_unsupported_reason = lambda version: f"FA{version} was not built"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward passes replayed from CUDA graphs equal eager forward passes.
 
-On a CPU, a simulated "graph" reruns the forward pass with the host-side decisions made at capture.
+On a CPU, a simulated "graph" reruns the forward pass with the host-side decisions made during
+capture.
 """
 
 import contextlib
@@ -25,7 +26,9 @@ from vllm_omni.model_executor.layers.cuda_graphs import (
 
 
 class Adder:
-    """Computes `x + offset` with an offset chosen by the host, and records every host-side call."""
+    """Computes `x + offset`, where the host chooses the offset, and records every host-side
+    call.
+    """
 
     def __init__(self) -> None:
         self.calls: list[float] = []
@@ -45,9 +48,9 @@ def test_the_second_forward_of_a_key_is_captured() -> None:
 
 
 def test_a_known_kind_is_captured_at_the_first_forward_of_a_new_key() -> None:
-    """A forward pass of a known kind is captured at its first call with a new key, because only the
-    tensors differ and nothing is left to compile. A forward pass of a new kind, with a new shape or
-    without a kind runs eagerly first.
+    """A forward pass of a known kind is captured at its first call with a new key, because it
+    differs only in its tensors and has nothing left to compile. A forward pass that has a new kind,
+    a new shape or no kind runs eagerly first.
     """
     graphs = ForwardGraphs(capture=hold)
 
@@ -69,8 +72,8 @@ def test_a_known_kind_is_captured_at_the_first_forward_of_a_new_key() -> None:
 
 
 def test_a_partial_forward_does_not_count_as_a_run_of_its_kind() -> None:
-    """A forward pass that stops early may be captured once a complete pass of its kind has run. A
-    complete pass still runs eagerly first if only partial passes have run before.
+    """A forward pass that stops early can be captured once a complete pass of its kind has run. If
+    only partial passes have run, a complete pass still runs eagerly first.
     """
     graphs = ForwardGraphs(capture=hold)
 
@@ -92,7 +95,7 @@ def test_each_shape_has_its_graph_and_no_key_means_no_graph() -> None:
 
 def test_graphs_in_use_are_not_evicted() -> None:
     """When the number of alternating keys exceeds the maximum number of graphs, the first keys keep
-    their graphs and no graph is captured more than once.
+    their graphs, and no graph is captured more than once.
     """
     captures = 0
 
@@ -143,9 +146,7 @@ def test_graphs_of_freed_tensors_are_evicted_at_once() -> None:
 
 
 def test_a_steady_input_is_copied_when_its_tensor_changes() -> None:
-    """When two sessions alternate, each forward pass reads the prompt embeddings of its own
-    session.
-    """
+    """When two sessions alternate, each forward pass reads its own session's prompt embeddings."""
     graphs = ForwardGraphs(capture=hold)
     prompts = [torch.full((1,), float(n)) for n in range(2)]
     for n in (0, 0, 1, 1, 0, 1, 0, 0):
@@ -178,7 +179,7 @@ def test_an_error_of_a_forward_reaches_the_caller() -> None:
 
 
 def test_identities_of_freed_tensors_are_not_reused() -> None:
-    """A new session may reuse the memory of a closed session but never replays that session's
+    """A new session may reuse a closed session's memory, but it never replays that session's
     graph.
     """
     seen = set()
@@ -194,7 +195,7 @@ def test_identities_of_freed_tensors_are_not_reused() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_cuda_graphs_equal_plain_launches() -> None:
     """Forward passes replayed from CUDA graphs give the same results and in-place writes as eager
-    ones. All graphs share one memory pool.
+    forward passes. All graphs share one memory pool.
     """
     weight, ring = torch.randn(64, 64, device="cuda"), torch.zeros(4, 8, 64, device="cuda")
     expected = ring.clone()
@@ -214,8 +215,8 @@ def test_cuda_graphs_equal_plain_launches() -> None:
 
 
 def exchanged_twice(x: torch.Tensor) -> torch.Tensor:
-    """Compute twice, each time followed by an operation that cannot be part of a graph because it
-    adds a counter stored on the host.
+    """Run two computations. Each is followed by an operation that cannot be part of a graph,
+    because it adds a counter stored on the host.
     """
     for factor in (2.0, 3.0):
         sent = persistent_copy("sent", (x * factor).t())
@@ -229,9 +230,9 @@ COUNTER = itertools.count(1)
 
 
 def test_a_capture_is_split_at_operations_between_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture is split at host operations into several graphs, which are replayed in order with
-    these operations between them. The operations read tensors at fixed addresses and do not run
-    during the capture.
+    """Host operations split a capture into several graphs, which are replayed in order with these
+    operations between them. The operations read tensors at fixed addresses and do not run during
+    the capture.
     """
     log: list[str] = []
 
@@ -292,8 +293,8 @@ def test_a_capture_is_split_at_operations_between_graphs(monkeypatch: pytest.Mon
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_operations_between_graphs_run_at_each_replay() -> None:
-    """Operations between graphs run in order, once per forward pass, on the values of the current
-    pass. The first forward pass runs eagerly and the second is captured.
+    """Operations between graphs run in order, once per forward pass, on the current pass's values.
+    The first forward pass runs eagerly and the second is captured.
     """
     graphs = ForwardGraphs()
     for _ in range(5):

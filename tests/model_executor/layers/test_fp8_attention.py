@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with FP8 matrix products. Scales are applied so that quantization is the only error."""
+"""In attention with FP8 matrix products, scales are applied correctly, so quantization is the only
+source of error.
+"""
 
 import pytest
 import torch
@@ -16,10 +18,10 @@ TOKENS, KEYS, HEADS, DIM = 24, 96, 3, 16
 def window(
     device: str, *, tokens: int = TOKENS, keys: int = KEYS, heads: int = HEADS, width: int = DIM
 ) -> tuple[torch.Tensor, torch.Tensor, ScaledFP8]:
-    """Return bf16 queries, FP8 keys and values, and the format of the keys and values.
+    """Return bf16 queries, FP8 keys and values, and the storage format of the keys and values.
 
-    The keys of head n are 30^n times as large as those of head 0, and the queries of head n are
-    smaller by the same factor.
+    Head n's keys are 30^n times as large as head 0's, and its queries are smaller by the same
+    factor.
     """
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(tokens, heads, width, generator=generator)
@@ -38,8 +40,8 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def test_the_scale_of_each_head_is_undone() -> None:
-    """The output equals attention over the dequantized keys and values, apart from the error of
-    quantizing the queries, the probabilities and the output.
+    """The output equals attention over the dequantized keys and values, apart from the error caused
+    by quantizing the queries, the probabilities and the output.
     """
     q, stored, stored_as = window("cpu")
     scales = stored_as.scales
@@ -52,8 +54,8 @@ def test_the_scale_of_each_head_is_undone() -> None:
 
 
 def test_queries_may_be_quantized_beforehand() -> None:
-    """Attention is bit-identical if the queries are quantized in advance, even if they are a slice
-    of a wider tensor. This holds for attention to all tokens and to selected tokens.
+    """Quantizing the queries in advance gives bit-identical attention results, even if the queries
+    are a slice of a wider tensor. The test includes attention to all tokens and to selected tokens.
     """
     q, stored, stored_as = window("cpu")
     scales = stored_as.scales
@@ -90,11 +92,11 @@ def test_a_cpu_attends_to_dequantized_values() -> None:
     reason="needs a Hopper GPU",
 )
 def test_cudnn_computes_the_same_product() -> None:
-    """cuDNN attention is as accurate as the emulated product, for all tokens and for selected
-    tokens, with and without CUDA graphs.
+    """cuDNN attention is as accurate as the emulated product. The test includes attention to all
+    tokens and to selected tokens, with and without CUDA graphs.
 
-    Its values differ from those of the emulation, because cuDNN quantizes probabilities relative to
-    the largest score so far.
+    cuDNN's values are not equal to the emulated values, because cuDNN quantizes probabilities
+    relative to the largest score so far.
     """
     pytest.importorskip(
         "cudnn", reason="needs cuDNN's Python package: pip install nvidia-cudnn-frontend"

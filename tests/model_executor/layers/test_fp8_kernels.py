@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one-pass FP8 kernels equal the plain PyTorch versions, which define the content of FP8
-windows.
+"""The one-pass FP8 kernels give the same results as the plain PyTorch versions, which define the
+content of FP8 windows.
 """
 
 import pytest
@@ -34,12 +34,12 @@ SHAPES = [(7, 3, 16), (50, 5, 128), (9, 2, 24)]
 
 
 def scales(kinds: int, heads: int, device: str) -> torch.Tensor:
-    """Return scales that are powers of two and differ between kinds (K and V) and heads."""
+    """Return power-of-two scales. Each kind (K or V) and each head has a different scale."""
     return 2.0 ** (torch.arange(kinds * heads, device=device).view(kinds, heads) % 7 - 3)
 
 
 def stored(kinds: int, shape: tuple[int, int, int], device: str, spare: int = 0) -> torch.Tensor:
-    """Return a slice of a longer buffer, so that K and V are not adjacent in memory."""
+    """Return a slice of a longer buffer in which K and V are not adjacent in memory."""
     tokens, heads, width = shape
     generator = torch.Generator().manual_seed(tokens)
     numbers = 100 * torch.randn(kinds, tokens + spare, heads, width, generator=generator)
@@ -74,13 +74,13 @@ def test_stored_values_are_multiplied_by_the_scale_of_their_head(
 def test_values_are_rounded_to_the_nearest_and_saturated(
     shape: tuple[int, int, int], dtype: torch.dtype, device: str
 ) -> None:
-    """Values are converted as torch converts them, including values in slices of larger tensors."""
+    """The kernels convert values as torch does, including values in slices of larger tensors."""
     tokens, heads, width = shape
     generator = torch.Generator().manual_seed(1)
     kv = (200 * torch.randn(tokens, 3, heads, width, generator=generator)).to(device, dtype)
     scales_KN = scales(2, heads, device)
     target = stored(2, shape, device, spare=3)
-    # K and V of a token are adjacent in this tensor.
+    # A token's K and V are adjacent in this tensor.
     apart = torch.zeros(tokens, 3, heads, width, dtype=FP8, device=device)
     for position in (target, apart.transpose(0, 1)[1:]):
         quantize((kv[:, 1], kv[:, 2]), scales_KN, position)
@@ -97,7 +97,7 @@ def test_values_are_rounded_to_the_nearest_and_saturated(
 def test_each_row_of_a_weight_has_its_scale(
     shape: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
-    """The product of a weight and its row's scale is rounded only once, whatever the scale is."""
+    """The product of a weight and its row's scale is rounded only once, whatever the scale."""
     generator = torch.Generator().manual_seed(2)
     weight = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8).to(device)
     scale = torch.rand(shape[0], 1, generator=generator).to(device)
@@ -108,8 +108,10 @@ LIMIT, LEAST = 28.0, 2.0**-10
 
 
 def heads_of_many_sizes(shape: tuple[int, int, int]) -> torch.Tensor:
-    """Return [T, 3, N, H], in which values of head n are about 30^n times as large as those of head
-    0. The last head is zero for one of the three tensors and contains NaN for another."""
+    """Return a tensor of shape [T, 3, N, H]. The values of head n are about 30^n times as large as
+    those of head 0. The last head is zero for one of the three tensors and contains NaN for
+    another.
+    """
     tokens, heads, width = shape
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(tokens, 3, heads, width, generator=generator)
@@ -125,8 +127,9 @@ def heads_of_many_sizes(shape: tuple[int, int, int]) -> torch.Tensor:
 def test_scales_are_the_least_powers_of_two(
     shape: tuple[int, int, int], dtype: torch.dtype, device: str
 ) -> None:
-    """The largest value of each head lies between half the limit and the limit, after division by
-    its scale. A NaN is not lost."""
+    """After division by the head's scale, each head's largest value lies between half the limit and
+    the limit. If a head contains a NaN, its scale is NaN.
+    """
     x = heads_of_many_sizes(shape).to(device, dtype)
     found = torch.zeros(2, shape[1], device=device)
     fit_scales((x[:, 0], x[:, 1]), LIMIT, LEAST, found)

@@ -35,7 +35,7 @@ def chosen(
     cublas: bool = True,
     shape: tuple[int, int] = (13824, 5120),
 ) -> type:
-    """Return the kernel class chosen for a layer to which vLLM has assigned CUTLASS.
+    """Return the kernel class chosen for a layer that vLLM has assigned its CUTLASS kernel to.
 
     Args:
         cublas: Whether the GPU supports row-wise FP8 in cuBLAS.
@@ -72,8 +72,8 @@ def chosen(
 def test_only_wide_layers_with_row_scales_use_cublas(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], invariant: str, kernel: type
 ) -> None:
-    """Layers keep vLLM's kernel if they are narrow, if their weights do not have one scale per row,
-    on GPUs without row-wise FP8 in cuBLAS, and in batch-invariant mode.
+    """A layer keeps vLLM's kernel if the layer is narrow, if its weights do not have one scale per
+    row, if cuBLAS has no row-wise FP8 on the GPU, or if batch-invariant mode is on.
     """
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
     assert chosen(monkeypatch, **options) is kernel

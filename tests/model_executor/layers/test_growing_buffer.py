@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A growing buffer has a fixed address, and its memory is allocated as it fills."""
+"""A growing buffer has a fixed address, and its memory is allocated as the buffer fills."""
 
 import itertools
 import os
@@ -45,7 +45,7 @@ class FakePages:
 
 
 def rss() -> int:
-    """Return the resident memory of this process in bytes."""
+    """Return this process's resident memory in bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -53,7 +53,7 @@ def rss() -> int:
 @pytest.mark.parametrize("page", [1, 7, 64, 4096])
 def test_the_pages_of_each_rows_first_bytes(page: int) -> None:
     """`needed_pages` returns exactly the pages that contain a needed byte. A page shared by several
-    rows is returned once.
+    rows is returned only once.
     """
     for used in (0, 1, 30, 99, 100):
         runs = needed_pages(5, 100, used, page)
@@ -65,7 +65,9 @@ def test_the_pages_of_each_rows_first_bytes(page: int) -> None:
 
 @pytest.mark.parametrize("page", [16, 64, 100])
 def test_growth_allocates_only_the_pages_that_are_missing(page: int) -> None:
-    """Growing a buffer preserves its address and content. Freed memory can be allocated again."""
+    """When a buffer grows, its address and content stay the same. Freed memory can be allocated
+    again.
+    """
     shape = (2, 2, 12, 1, 2)
     made: list[FakePages] = []
 
@@ -120,8 +122,8 @@ def write(window: KVWindow, frames: range) -> None:
 
 
 def test_a_large_window_takes_the_memory_of_its_frames() -> None:
-    """A large window occupies resident memory only for the frames that it holds. A pooled window
-    keeps its address but occupies no memory.
+    """A large window takes up resident memory only for the frames that it holds. A pooled window
+    keeps its address but takes up no memory.
     """
     rings: MemoryPool[Ring] = MemoryPool()
     before = rss()
@@ -156,7 +158,7 @@ def test_a_window_moves_with_the_memory_that_it_has() -> None:
 
 def test_a_window_that_stops_growing_equals_a_short_window() -> None:
     """After a window stops growing, every later chunk sees the same keys and values as with a short
-    window, although the buffer is longer.
+    window, although the growing window's buffer is longer.
     """
     long = KVWindow(sink_frames=1, device="cpu", first_frames=5, **SIZES)  # type: ignore[arg-type]
     short = KVWindow(sink_frames=1, device="cpu", **{**SIZES, "window_frames": 6})  # type: ignore[arg-type]
@@ -193,7 +195,7 @@ def test_device_memory_is_mapped_as_the_buffer_grows() -> None:
     torch.ones(1, device=device)
     before = free_bytes()
     buffer = GrowingBuffer((40, 2, 16384, 8, 128), torch.bfloat16, device, 1024)
-    assert buffer.nbytes == 160 * MIB  # rows of 32 MiB, of which 2 have memory
+    assert buffer.nbytes == 160 * MIB  # 80 rows of 32 MiB, 2 MiB of each backed by memory
     assert 160 * MIB <= before - free_bytes() < 320 * MIB
     address = buffer.tensor.data_ptr()
     buffer.tensor[:, :, :1024] = 1
@@ -223,8 +225,8 @@ def test_device_memory_is_mapped_as_the_buffer_grows() -> None:
 @pytest.mark.cuda
 @on_cuda
 def test_a_buffer_larger_than_the_device_fails_without_a_trace() -> None:
-    """A buffer may reserve more addresses than the device has memory. Growing it beyond the
-    device's memory fails and leaves the buffer unchanged.
+    """A buffer can reserve more address space than the device has memory. An attempt to grow the
+    buffer beyond the device's memory fails and does not change it.
     """
     device = torch.device("cuda", 0)
     torch.ones(1, device=device)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Ulysses all-to-all reshards activations from sequence-sharded to head-sharded and back.
-Quantizing before the all-to-all is bit-identical to quantizing after it.
+Quantizing before and quantizing after the all-to-all give bit-identical results.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,8 +43,8 @@ WINDOW, CHUNKS = 7, 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a test case: `tokens` per frame, and `offsets`, the number of chunks by which each
-    session is ahead of the youngest.
+    """Tensor dimensions and session lengths for a test case. `tokens` is the number of tokens per
+    frame. `offsets` holds each session's lead over the newest session, in chunks.
     """
 
     tokens: int
@@ -63,7 +63,7 @@ class Item:
 def group(
     rank: int, rendezvous: str, backend: str = "gloo", *, peers: bool = False
 ) -> Iterator[ParallelContext]:
-    """Join a process group.
+    """Join a process group and yield its parallel context.
 
     Args:
         peers: Whether ranks write into each other's memory.
@@ -92,10 +92,9 @@ def make_window(heads: int, sizes: Sizes, storage: torch.dtype | None = FP8) -> 
 def projected(
     items: list[Item], layer: int, sizes: Sizes
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries, keys and values of all tokens and heads, [B, T, N, H].
+    """Return queries, keys and values of all tokens and heads. Shape of each: [B, T, N, H].
 
-    The keys of head n are 30^n times as large as those of head 0, and the values are a slice of a
-    wider tensor.
+    Head n's keys are 30^n times as large as head 0's, and the values are a slice of a wider tensor.
     """
     per_item = []
     for number, item in enumerate(items):
@@ -112,14 +111,14 @@ def projected(
 def play(
     parallel: ParallelContext, sizes: Sizes, *, ahead: bool, chunks: int = CHUNKS
 ) -> tuple[list[torch.Tensor], list[KVWindow], list[type[HeadExchange]]]:
-    """Run `chunks` chunks.
+    """Run `chunks` chunks of attention in every session, after the chunks of the session's lead.
 
     Args:
         ahead: Whether K/V may be quantized before the all-to-all.
 
     Returns:
-        The attention results of this rank's tokens, the windows, and the exchange class of each
-        forward pass.
+        The attention results for this rank's tokens, the windows, and the exchange class used in
+        each forward pass.
     """
     windows = [make_window(HEADS // parallel.size, sizes) for _ in sizes.offsets]
     results, kinds = [], []
@@ -169,8 +168,8 @@ def in_a_capture() -> Iterator[None]:
 
 
 def compare(parallel: ParallelContext, sizes: Sizes, *, hopper: bool, chunks: int = CHUNKS) -> None:
-    """Check that quantizing before and after the all-to-all is bit-identical, with and without a
-    graph capture, and that both equal the result of a single rank.
+    """Check that quantizing before and after the all-to-all gives bit-identical results, with and
+    without a graph capture, and that both equal the results of one rank.
 
     Args:
         hopper: Whether attention uses FP8 matrix products.
@@ -190,7 +189,7 @@ def compare(parallel: ParallelContext, sizes: Sizes, *, hopper: bool, chunks: in
         chunks - first + max(sum(offsets) - 1, 0)
     )
     assert kinds[-1] is quantized
-    # On other devices, kernels may sum in a different order when the number of heads differs.
+    # On other devices, kernels may sum in a different order if the number of heads changes.
     if sizes.device == "cpu":
         one_rank, _, _ = play(ParallelContext(), sizes, ahead=True, chunks=chunks)
         own = parallel.token_slice(sizes.tokens * CHUNK)
@@ -212,8 +211,9 @@ def _compare(rank: int, rendezvous: str, hopper: bool, peers: bool) -> None:
 def test_quantizing_before_the_exchange_equals_quantizing_after_it(
     hopper: bool, peers: bool, tmp_path: Path
 ) -> None:
-    """Two ranks are bit-identical to one rank, with and without a graph capture. The sizes cover
-    one session, an odd number of tokens, and a batch of sessions at different chunks.
+    """Two ranks give the same results as one rank, bit for bit, with and without a graph capture.
+    The test cases include a single session, an odd number of tokens, and a batch of sessions at
+    different chunks.
     """
     run_ranks(_compare, (str(tmp_path / "rendezvous"), hopper, peers), RANKS)
 
@@ -238,8 +238,8 @@ def test_two_gpus_give_the_same_bits_in_both_orders(peers: bool, tmp_path: Path)
 
 
 def _in_graphs(rank: int, rendezvous: str) -> None:
-    """Replay a CUDA graph with exchanges in both directions, with new values each time and with one
-    rank delayed.
+    """Replay a CUDA graph that contains exchanges in both directions. Each replay has new values,
+    and one rank is delayed.
     """
     torch.cuda.set_device(rank)
     tokens = 301
@@ -310,8 +310,8 @@ def test_tensors_of_several_dtypes_share_one_exchange(peers: bool, tmp_path: Pat
 
 
 def _write_after_write(rank: int, rendezvous: str) -> None:
-    """Delay the second rank's read after a K/V-only forward pass while the first rank already sends
-    again.
+    """After a K/V-only forward pass, delay the second rank's read while the first rank is already
+    sending again.
     """
     with group(rank, rendezvous, peers=True) as parallel:
         windows = [make_window(HEADS // RANKS, Sizes(4), storage=None)]
@@ -356,9 +356,9 @@ def test_plain_windows_and_first_chunks_use_the_plain_exchange() -> None:
 def test_writing_into_the_window_equals_passing_keys_and_values(
     storage: torch.dtype | None,
 ) -> None:
-    """Writing K/V directly into the window gives the same window content and attention output as
-    passing K/V tensors. A chunk that wraps around the ring buffer or sets the scales offers no
-    buffers for direct writes.
+    """Writing keys and values directly into the window gives the same window content and attention
+    output as passing them as tensors. For a chunk that wraps around the ring buffer or sets the
+    scales, the window offers no buffers for direct writes.
     """
     sizes, exchange = Sizes(4), HeadExchange(ParallelContext(), 4 * CHUNK)
     passed, written = (make_window(HEADS, sizes, storage) for _ in range(2))
@@ -408,6 +408,6 @@ def _interpreted(rank: int, rendezvous: str) -> None:
 def test_interpreted_kernels_quantize_into_the_send_buffer(tmp_path: Path) -> None:
     """Triton's interpreter runs the same kernels as CUDA devices, except for the matrix product.
 
-    The test ends when the window is full, because the interpreter is slow.
+    Because the interpreter is slow, the test ends when the window is full.
     """
     interpret(_interpreted, str(tmp_path / "rendezvous"), size=RANKS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with int8 weights in a model that quantizes its other layers to FP8."""
+"""Tests of layers with int8 weights in a model that quantizes its other layers to FP8."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -80,7 +80,7 @@ def test_weights_are_within_half_a_step_and_inputs_stay_exact(
 
 
 def int8_layer_error(device: str, num_tokens: int) -> torch.Tensor:
-    """Return the relative error of a layer with int8 matrix products for each token,
+    """Return, for each token, the relative error of a layer with int8 matrix products. Shape:
     [num_tokens].
     """
     inputs, outputs = 512, 256
@@ -90,7 +90,7 @@ def int8_layer_error(device: str, num_tokens: int) -> torch.Tensor:
         torch.manual_seed(0)
         layer: Any = ColumnLinear(inputs, outputs, ParallelContext(), EverythingInt8(), "cam")
         weight, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs)
-        layer.weight = nn.Parameter(weight, requires_grad=False)  # was on the `meta` device
+        layer.weight = nn.Parameter(weight, requires_grad=False)  # previously on the `meta` device
         layer.bias.data.copy_(bias)
         layer.quant_method.process_weights_after_loading(layer)
         x = torch.randn(num_tokens, inputs).bfloat16()
@@ -107,8 +107,8 @@ def int8_layer_error(device: str, num_tokens: int) -> torch.Tensor:
 def test_products_on_a_gpu_are_close_to_those_of_exact_inputs(
     single_rank: None, num_tokens: int
 ) -> None:
-    """Each token's inputs have their own scale, so a token with large values does not reduce the
-    precision of the others.
+    """Each token's inputs have their own scale, so a token with large values does not reduce other
+    tokens' precision.
     """
     assert int8_products(torch.device("cuda"), torch.bfloat16).is_on
     error = int8_layer_error("cuda", num_tokens)
@@ -117,7 +117,7 @@ def test_products_on_a_gpu_are_close_to_those_of_exact_inputs(
 
 @pytest.mark.parametrize("num_tokens", [1, 37])
 def test_a_gpu_multiplies_by_the_kernel_of_vllm(single_rank: None, num_tokens: int) -> None:
-    """Products run through vLLM's real kernel class, whose two CUDA operations are replaced by
+    """Products run through vLLM's real kernel class. Its two CUDA operations are replaced with
     reference implementations.
     """
     shapes = []

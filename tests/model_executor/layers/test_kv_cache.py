@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The K/V window, with sink frames and a ring buffer, is equivalent to the original
+"""The K/V window, which has sink frames and a ring buffer, returns the same keys as the original
 implementation's buffer, which shifts its contents in memory.
 """
 
@@ -32,8 +32,8 @@ def make_window(window: int, sink: int, **options: Any) -> KVWindow:
 
 
 def tokens_of(frames: range, noise: float = 0.0) -> torch.Tensor:
-    """Return one value per token, f + t/10 (+ noise) for token t of frame f, which identifies the
-    token.
+    """Return one value per token that identifies the token: f + t/10 (+ noise) for token t of frame
+    f.
     """
     values = [[frame + token / 10 + noise] for frame in frames for token in range(S)]
     return torch.tensor(values).unsqueeze(1)
@@ -46,7 +46,7 @@ def write(window: KVWindow, frames: range, noise: float = 0.0) -> None:
 
 
 class RollingBuffer:
-    """The original implementation's buffer: it appends tokens while there is room. Once it is full,
+    """The original implementation's buffer. It appends tokens while there is room. Once it is full,
     it shifts all tokens after the sinks to the left.
     """
 
@@ -74,7 +74,7 @@ class RollingBuffer:
 def test_a_chunk_sees_the_keys_of_the_rolling_buffer(
     sink: int, extra: int, chunk: int, chunks: int, limit: int | None
 ) -> None:
-    """For every window, sink and chunk length, the window has the same visible keys, counters and
+    """For all window, sink and chunk lengths, the window has the same visible keys, counters and
     chronological content as the rolling buffer.
     """
     window = make_window(sink + chunk + extra, sink, max_attention_tokens=limit)
@@ -111,8 +111,8 @@ def test_reading_the_window_copies_nothing() -> None:
 
 @pytest.mark.parametrize("committed", [3, 6, 9, 30])
 def test_an_abandoned_chunk_changes_no_live_tensor(committed: int) -> None:
-    """An abandoned chunk wrote the K/V of its noisy steps only to slots that no later chunk can
-    see.
+    """An abandoned chunk has written its noisy steps' keys and values only to slots that no later
+    chunk can see.
     """
     window = make_window(7, 2)
     for start in range(0, committed, 3):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows with FP8 keys and values use half the memory, have e4m3 precision, and satisfy the
-invariants of unquantized windows.
+"""Windows with FP8 keys and values use half the memory of unquantized windows, have e4m3 precision,
+and satisfy the same invariants.
 """
 
 from typing import Any
@@ -38,8 +38,8 @@ def make_window(
 
 
 def chunk_kv(frames: range, heads: int = HEADS, size: float = 1.0) -> list[torch.Tensor]:
-    """Return keys and values of every layer, [L, 2, T, N, H]. The values of head n are 30^n times
-    as large as those of head 0.
+    """Return every layer's keys and values. Shape: [L, 2, T, N, H]. Head n's values are 30^n times
+    as large as head 0's.
     """
     generator = torch.Generator().manual_seed(frames.start)
     kv = torch.randn(LAYERS, 2, len(frames) * TOKENS, HEADS, DIM, generator=generator)
@@ -62,14 +62,14 @@ def run(window: KVWindow, num_frames: int, chunk: int = 3) -> KVWindow:
 
 
 def seen(window: KVWindow, frames: range) -> torch.Tensor:
-    """Return the keys and values that the chunk `frames` sees, [L, 2, S, N, H]."""
+    """Return the keys and values that the chunk with these frames sees. Shape: [L, 2, S, N, H]."""
     return torch.stack([torch.stack(window.visible(layer, frames)) for layer in range(LAYERS)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_value_keeps_four_bits(dtype: torch.dtype) -> None:
-    """Every value keeps four significant bits, whatever the magnitude of its head. Only values a
-    thousand times smaller than the largest value of their head may be less precise.
+    """Every value keeps four significant bits, whatever the magnitude of its head's values. Only
+    values at least a thousand times smaller than their head's largest value may be less precise.
     """
     fp8, plain = (run(make_window(storage=storage, dtype=dtype), 15) for storage in (FP8, None))
     retained, wanted = (seen(window, range(12, 15)) for window in (fp8, plain))
@@ -95,8 +95,8 @@ def test_bytes_equal_the_estimate_and_half_of_bfloat16() -> None:
 
 
 def test_the_last_pass_over_the_first_chunk_sets_the_scale() -> None:
-    """Neither an earlier pass over the first chunk nor an abandoned chunk affects the scale,
-    however large its values are.
+    """Earlier passes over the first chunk and abandoned chunks do not affect the scale, however
+    large their values are.
     """
     window, other = make_window(), make_window()
     write(window, range(3), size=1000.0)
@@ -150,8 +150,8 @@ def test_moved_sinks_equal_those_of_the_plain_window_up_to_rounding() -> None:
 
 
 def test_fp8_and_plain_windows_renew_the_same_sinks() -> None:
-    """FP8 windows compute sink similarity from dequantized values, so every head, whatever its
-    magnitude, has the same weight as in unquantized windows.
+    """FP8 windows compute sink similarity from dequantized values, so each head has the same weight
+    as in unquantized windows, whatever the magnitude of its values.
     """
     renewed = []
     for storage in (FP8, None):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers are partitioned by cost and moved between pipeline stages (gloo, one process per
-stage).
+"""Tests of partitioning layers by cost and of moving them between pipeline stages (gloo, one
+process per stage).
 """
 
 import itertools
@@ -30,9 +30,7 @@ PARTITIONS = ([3, 2, 2], [1, 1, 5], [5, 1, 1], [2, 3, 2])
 def test_a_partition_minimises_the_slowest_stage(
     fixed_ms: tuple[float, ...], expected: list[int]
 ) -> None:
-    """The partition minimises the time of the slowest stage. Every stage keeps at least one
-    layer.
-    """
+    """The partition minimises the slowest stage's time. Every stage keeps at least one layer."""
     costs = [StageCost(10.0, ms) for ms in fixed_ms]
 
     def slowest(partition: tuple[int, ...]) -> float:
@@ -45,8 +43,8 @@ def test_a_partition_minimises_the_slowest_stage(
 
 
 def test_work_of_a_stage_besides_its_layers_is_a_fixed_cost() -> None:
-    """Two stages of 15 layers each are rebalanced to 21 and 9 layers, because the second stage also
-    runs a head for 5 ms per pass and decodes for 100 ms per chunk of 5 passes.
+    """Two stages of 15 layers each are rebalanced to 21 and 9 layers, because the second stage has
+    additional work. It runs a head for 5 ms per pass and decodes for 100 ms per chunk of 5 passes.
     """
     costs = stage_costs([30.0, 35.0], [15, 15], 5, [0.0, 100.0])
     assert costs == [StageCost(10.0, 0.0), StageCost(10.0, 125.0)]
@@ -87,7 +85,7 @@ def _move(stage: int, rendezvous: str) -> None:
 
 
 def test_moved_layers_keep_their_weights(tmp_path: Path) -> None:
-    """Layers keep their weights when they move repeatedly, to neighbouring stages and to more
-    distant ones. The source stage frees the memory of a moved layer immediately.
+    """Layers keep their weights when they move repeatedly, to neighbouring or more distant stages.
+    The source stage frees a moved layer's memory immediately.
     """
     run_ranks(_move, (str(tmp_path / "rendezvous"),), STAGES)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transformers' linear layers, which derive from vLLM's: sharding and loading of weights, and
-results.
+"""Tests of the transformers' linear layers, which derive from vLLM's: weight sharding, weight
+loading and results.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ LAYERS: dict[str, Make] = {
 
 
 def model(kind: str, parallel: ParallelContext, seed: int = 0) -> nn.ModuleDict:
-    """Return a one-layer model loaded from a checkpoint that is the same for every rank."""
+    """Return a one-layer model loaded from a checkpoint. All ranks load the same checkpoint."""
     holder = nn.ModuleDict({"layer": LAYERS[kind](parallel)})
     generator = torch.Generator().manual_seed(seed)
     for slot in checkpoint_slots(holder).values():
@@ -58,8 +58,9 @@ def shards(kind: str) -> list[LinearBase]:
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_each_layer_chooses_its_fp8_kernel(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The constructors of the merged layers skip constructors of vLLM, but the kernel for FP8
-    weights is chosen for them, too."""
+    """The kernel for FP8 weights is chosen for every layer, even for the merged layers, which skip
+    some of vLLM's constructors.
+    """
     layers: list[LinearBase] = []
     monkeypatch.setattr(linear, "choose_kernel", layers.append)
     layer = LAYERS[kind](ParallelContext())
@@ -112,8 +113,8 @@ def test_ranks_of_merged_layers_hold_a_part_of_each(kind: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_hold_their_query_heads_and_the_matching_key_value_heads(ranks: int) -> None:
-    """When four query heads share two key/value heads over four ranks, each pair of ranks holds the
-    same key/value head.
+    """When four ranks shard four query heads and two key/value heads, each key/value head is held
+    by two ranks.
     """
     x = torch.randn(3, IN)
     q, k, v = model("qkv", ParallelContext())["layer"](x).split([8, 4, 4], dim=-1)
@@ -140,7 +141,7 @@ def test_ranks_of_a_row_layer_add_the_bias_once() -> None:
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_vllm_does_not_repack_loaded_weights(kind: str) -> None:
-    """On a CPU, vLLM's own method would repack the weights, which could then neither move to
+    """On a CPU, vLLM's own method would repack the weights. Repacked weights could neither move to
     another stage nor be reloaded.
     """
     holder = model(kind, ParallelContext())
@@ -157,8 +158,8 @@ def test_vllm_does_not_repack_loaded_weights(kind: str) -> None:
 
 
 def test_a_tensor_of_another_shape_is_refused() -> None:
-    """A tensor of the wrong shape is refused before vLLM's loader runs, because that loader
-    silently slices a larger tensor.
+    """A tensor with the wrong shape is rejected before vLLM's loader runs, because that loader
+    silently slices larger tensors.
     """
     for kind in LAYERS:
         holder = nn.ModuleDict({"layer": LAYERS[kind](ParallelContext())})
@@ -171,7 +172,7 @@ def test_a_tensor_of_another_shape_is_refused() -> None:
     ("requested", "used"), [([], True), (["-quant_fp8"], False), (["+quant_fp8"], True)]
 )
 def test_inputs_are_quantized_by_vllms_kernel(requested: list[str], used: bool) -> None:
-    """vLLM's kernel quantizes the inputs unless the user configures otherwise. By default, with
+    """Unless the user configures otherwise, vLLM's kernel quantizes the inputs. By default, with
     compilation enabled, vLLM would instead compile its PyTorch version for every layer.
     """
     compilation = CompilationConfig(custom_ops=["none", *requested])

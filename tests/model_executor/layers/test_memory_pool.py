@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pooled window memory appears empty to a new window and is freed when memory runs low."""
+"""A new window that reuses pooled memory starts empty. Pooled memory is freed when memory runs
+low.
+"""
 
 import pytest
 import torch
@@ -59,9 +61,7 @@ def test_a_new_window_reuses_the_memory_of_a_closed_one_empty(
 
 
 def test_a_closed_window_no_longer_references_its_memory() -> None:
-    """A chunk that is still in flight on a closed window cannot write into the memory of the next
-    session.
-    """
+    """A chunk still in flight on a closed window cannot write into the next session's memory."""
     rings: MemoryPool[Ring] = MemoryPool()
     first = window(rings)
     first.close()
@@ -71,8 +71,8 @@ def test_a_closed_window_no_longer_references_its_memory() -> None:
 
 @pytest.mark.parametrize("storage", [None, FP8])
 def test_a_fork_has_separate_memory(storage: torch.dtype | None) -> None:
-    """A fork of a window does not share memory with it. The fork reuses the memory of a closed
-    window if the pool has any.
+    """A fork does not share memory with its source window. If the pool contains a closed window's
+    memory, the fork reuses it.
     """
     rings: MemoryPool[Ring] = MemoryPool()
     source, closed = window(rings, storage=storage), window(rings, storage=storage)
@@ -119,9 +119,9 @@ def test_pooled_memory_is_freed_oldest_first() -> None:
 
 
 def test_a_session_may_be_closed_outside_inference_mode() -> None:
-    """A session can be closed outside inference mode, for example by an operator's call, although
-    its window was created in inference mode and torch forbids in-place writes to such tensors
-    elsewhere.
+    """A session can be closed outside inference mode, for example when an operator closes it. The
+    session's window was created in inference mode, and torch forbids in-place writes to its tensors
+    outside that mode.
     """
     rings: MemoryPool[Ring] = MemoryPool()
     with torch.inference_mode():
@@ -147,8 +147,9 @@ def test_moved_memory_is_not_pooled() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the memory of a GPU")
 @pytest.mark.parametrize("storage", [None, FP8])
 def test_a_suspended_window_lends_its_memory_and_returns(storage: torch.dtype | None) -> None:
-    """While a suspended window is on the host, another window may use its device memory. The
-    suspended window returns unchanged, in memory from the pool.
+    """While a suspended window is in host memory, another window may use its device memory. When
+    the suspended window returns to the device, it uses memory from the pool, and its contents are
+    the same as before.
     """
     rings: MemoryPool[Ring] = MemoryPool()
     with torch.inference_mode():

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayerOffloader` keeps layers in host memory with bit-identical results, meets its memory budget,
-and spreads the offloaded layers evenly.
+"""`LayerOffloader` stores layers in host memory without changing any bit of the results. It meets
+its memory budget and spreads the offloaded layers evenly.
 """
 
 from collections.abc import Callable
@@ -55,8 +55,8 @@ def offloaded(*networks: list[nn.Module], budget: int = ALL) -> LayerOffloader:
 def test_ranks_that_hold_layers_have_an_offloader(
     gibibytes: float, stage: int, offloads: bool
 ) -> None:
-    """A rank that holds layers has an offloader if the user requests offloading. A stage that only
-    decodes has none.
+    """If the user requests offloading, each rank that holds layers has an offloader. A stage that
+    only decodes has none.
     """
     config: Any = SimpleNamespace(
         offload_config=SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=gibibytes)),
@@ -68,9 +68,9 @@ def test_ranks_that_hold_layers_have_an_offloader(
 
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_two_experts_in_host_memory_make_the_same_bits(t2v: Path, share: float) -> None:
-    """Two experts give bit-identical latents whether they are offloaded to host memory or not. The
-    second of two requests has a new prompt, so cross-attention keys and values are computed in
-    between.
+    """Two experts give bit-identical latents whether or not they are offloaded to host memory. The
+    second of two requests has a new prompt, so cross-attention keys and values are recomputed
+    between the requests.
     """
     plain = load_model(t2v)
     expected = [
@@ -100,8 +100,8 @@ def test_no_layer_of_wan_runs_before_its_weights_are_fetched(t2v: Path) -> None:
 
 
 def test_layers_in_any_order_use_their_own_weights() -> None:
-    """Every layer runs with its own weights, whatever the order of the layers. The order repeats
-    and changes, and includes more layers than there are slots.
+    """Every layer runs with its own weights, in whatever order the layers run. The test repeats and
+    changes the order, and runs more layers than there are slots.
     """
     plain, offloaded_layers = layers(9), layers(9)
     offloaded(offloaded_layers[:5], offloaded_layers[5:])
@@ -126,8 +126,8 @@ def test_weights_are_prefetched() -> None:
 
 
 def test_new_weights_are_used_after_a_reload() -> None:
-    """Layers use their new weights after a reload, whether it copies them in place on the host or
-    assigns new tensors.
+    """Layers use their new weights after a reload, whether the reload copies them in place on the
+    host or assigns new tensors.
     """
     offloaded_layers, other = layers(6), layers(6, seed=1)
     offloader = offloaded(offloaded_layers)
@@ -171,9 +171,7 @@ def test_a_budget_is_met_and_spread_evenly(budget: int, chosen: int) -> None:
 
 
 def test_strides_are_preserved() -> None:
-    """Offloading preserves the strides of a weight, because FP8 kernels require column-major
-    weights.
-    """
+    """Offloading preserves a weight's strides, because FP8 kernels require column-major weights."""
     (layer,) = layers(1)
     weight = layer.weight
     assert isinstance(weight, nn.Parameter)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PinnedWindow` stores tokens that every chunk sees, at a chosen rotary distance from the
+"""`PinnedWindow` stores tokens that every chunk sees, at a chosen rotary distance from the chunk's
 frames.
 """
 
@@ -67,7 +67,7 @@ def session(window: PinnedWindow, chunks: int) -> PinnedWindow:
 
 @pytest.mark.parametrize("base", [0, 3, 1000])
 def test_pinned_keys_are_at_their_distance_from_the_frames(base: int) -> None:
-    """Frame f attends to pinned keys as if its position were f - base. The tolerance covers the
+    """Frame f attends to pinned keys as if its position were f - base. The tolerance allows for the
     rounding error of rotations in fp32.
     """
     window = session(new_window(), 4)
@@ -88,8 +88,8 @@ def test_pinned_keys_are_at_their_distance_from_the_frames(base: int) -> None:
 
 
 def test_place_is_computed_from_the_first_chunk() -> None:
-    """Moving the pinned keys many times and back is bit-identical to never moving them, so rounding
-    errors do not accumulate.
+    """Pinned keys that have been moved many times and then back are bit-identical to keys that were
+    never moved, so rounding errors do not accumulate.
     """
     window = session(new_window(), 2)
     before = window.buffer.clone()
@@ -100,9 +100,7 @@ def test_place_is_computed_from_the_first_chunk() -> None:
 
 @pytest.mark.parametrize("storage", [None, torch.float8_e4m3fn])
 def test_saved_tensors_do_not_depend_on_the_place(storage: torch.dtype | None) -> None:
-    """A chunk that moved the pinned keys and was then abandoned leaves the saved state
-    unchanged.
-    """
+    """A chunk that moved the pinned keys and was then abandoned does not change the saved state."""
     window = session(new_window(storage), 3)
     before = {name: tensor.float().clone() for name, tensor in window.tensors(3).items()}
     window.place_pinned(6)
@@ -112,8 +110,8 @@ def test_saved_tensors_do_not_depend_on_the_place(storage: torch.dtype | None) -
 
 
 def test_a_fork_is_independent() -> None:
-    """A fork starts bit-identical to the original, and later changes to the fork do not affect the
-    original.
+    """A fork is initially bit-identical to the original window, and later changes to the fork do
+    not affect the original window.
     """
     window = session(new_window(), 3)
     window.place_pinned(5)

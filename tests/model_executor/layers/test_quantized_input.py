@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A linear layer gives the same result for inputs quantized in advance as for inputs that it
-quantizes itself.
+"""A linear layer gives the same result whether its inputs are quantized in advance or by the layer
+itself.
 """
 
 import pytest
@@ -103,8 +103,8 @@ def test_layers_with_other_activation_scales_take_no_quantized_input(key: object
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_a_gpu)])
 def test_the_gelu_of_a_product_is_the_gelu_of_its_result(device: str) -> None:
-    """On a GPU, one kernel computes the matrix product and its GELU, and applies GELU before the
-    sum is rounded.
+    """On a GPU, one kernel computes both the matrix product and the GELU, and applies the GELU
+    before the sum is rounded.
     """
     with torch.device(device):
         layer = ColumnLinear(256, 512, ParallelContext(), LinearPrecision(), "a").to(torch.bfloat16)

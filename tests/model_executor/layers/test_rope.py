@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding over frames, rows and columns."""
+"""Tests of rotary position embedding over frames, rows and columns."""
 
 import math
 
@@ -18,8 +18,8 @@ def test_a_head_is_split_over_the_three_axes(head_dim: int, dims: tuple[int, int
 
 
 def test_each_pair_rotates_by_its_axis_position_times_its_frequency() -> None:
-    """For token (frame 7, row 1, column 2), for example, pair 1 of the temporal axis of a 16-wide
-    head rotates by 7 * 10000^(-2/8) radians.
+    """For example, for the token at frame 7, row 1 and column 2, pair 1 of the temporal axis
+    rotates by 7 * 10000^(-2/8) radians. The head size is 16.
     """
     cos, sin = rope_tables(16, range(5, 8), 2, 3)
     token = (2 * 2 + 1) * 3 + 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sinks that either move along with the window or are replaced by later frames."""
+"""Tests of sinks that either move along with the window or are replaced by later frames."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def fill(window: KVWindow, num_frames: int) -> KVWindow:
 
 
 def test_sinks_are_positioned_just_before_the_oldest_frame() -> None:
-    """Every query sees the sinks at the distance they would have if the stream had started one
+    """Every query sees the sinks at the distance that they would have if the stream had started one
     window ago.
     """
     window = fill(make_window(), 50)
@@ -119,8 +119,8 @@ def stored(frame: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("threshold", [-1.0, 0.0, 0.3, 1.0])
 def test_a_leaving_frame_replaces_the_sink_it_resembles_least(threshold: float) -> None:
-    """Each layer decides separately which sink a leaving frame replaces, with the same decisions as
-    a simple loop over the frames.
+    """Each layer decides separately which sink a leaving frame replaces. A simple loop over the
+    frames makes the same decisions.
     """
     window = make_window(refresh_threshold=threshold)
     sinks = [list(range(SINK)) for _ in range(2)]
@@ -170,8 +170,8 @@ def test_a_fork_and_a_moved_window_continue_identically() -> None:
 
 
 def test_moving_a_window_discards_uncommitted_decisions() -> None:
-    """A sink replacement that was decided but not committed does not overwrite the sinks of a moved
-    window.
+    """When a window is moved, a sink replacement that was decided but not committed does not
+    overwrite the window's sinks.
     """
     seen = []
     for decides in (True, False):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assignment of layers to pipeline stages, and of decoding to ranks."""
+"""Tests of the assignment of layers to pipeline stages and of decoding to ranks."""
 
 import pytest
 

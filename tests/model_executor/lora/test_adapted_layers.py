@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """On each rank, adapters are sharded like the rank's weights and applied before results are summed
-over ranks.
+across ranks.
 """
 
 from dataclasses import replace
@@ -58,7 +58,7 @@ class Network(nn.Module):
 
 
 def build(parallel: ParallelContext) -> tuple[Network, AdaptedLayers]:
-    """Return a network and its layers with adapter support attached."""
+    """Return a network and its layers, with adapter support attached to the layers."""
     torch.manual_seed(0)
     network = Network(parallel)
     layers = AdaptedLayers(AdapterTarget(network, SHAPES), 2, 4, torch.float32, torch.ones(2))
@@ -94,7 +94,7 @@ def changes(network: Network, name: str, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("size", [2, 4])
 def test_shards_of_an_adapter_add_up_to_the_whole(size: int) -> None:
     """The shards of an adapted layer add up to the whole layer: columns are concatenated, rows are
-    summed over ranks, and the bias is added once.
+    summed across ranks, and the bias is added once.
     """
     generator = torch.Generator().manual_seed(2)
     x, hidden = torch.randn(5, 6, generator=generator), torch.randn(5, 12, generator=generator)
@@ -144,8 +144,8 @@ def test_adapter_parts_match_the_checkpoint_slots(size: int, tmp_path: Path) -> 
 
 
 def test_without_an_adapter_a_layer_is_unchanged() -> None:
-    """Layers with adapter support attached but no adapter give bit-identical results. Detaching
-    restores each layer's own method.
+    """Layers with adapter support attached but no adapter give the same results as plain layers,
+    bit for bit. Detaching the adapter support restores each layer's own method.
     """
     network, layers = build(ParallelContext())
     x = torch.randn(4, 6)
@@ -162,8 +162,8 @@ def test_without_an_adapter_a_layer_is_unchanged() -> None:
 
 
 def test_refilling_a_slot_leaves_no_trace() -> None:
-    """A smaller adapter that replaces a larger one in the same slot leaves none of its values
-    behind.
+    """When a smaller adapter replaces a larger one in the same slot, none of the larger adapter's
+    values remain.
     """
     network, layers = build(ParallelContext())
     x, large = torch.randn(4, 6), weights()

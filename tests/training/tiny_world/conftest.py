@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eager renderers shared by all tests of the tiny world. The texture of the village's ground is
+"""Fixtures for eager renderers that all tiny world tests share. The village's ground texture is
 computed only once.
 """
 
@@ -13,8 +13,8 @@ from training.tiny_world.render import Renderer
 class RememberingRenderer(Renderer):
     """An eager renderer that caches its results.
 
-    Each view is rendered only once, however many worlds and ground truths use it, and its rays are
-    cast once for all styles.
+    Each view is rendered only once, however many worlds and ground truths use it. Its rays are cast
+    once for all styles.
     """
 
     def __init__(self, height: int, width: int) -> None:
@@ -40,13 +40,15 @@ class RememberingRenderer(Renderer):
 
 @pytest.fixture(scope="session")
 def renderer() -> Renderer:
-    """A renderer of 48x80 pixels, which takes a twentieth of a second per frame."""
+    """Return a renderer for frames of 48x80 pixels. Each frame takes a twentieth of a second."""
     return RememberingRenderer(48, 80)
 
 
 @pytest.fixture(scope="session")
 def small_renderer(renderer: Renderer) -> Renderer:
-    """A renderer of 24x40 pixels, for tests that check only colours or shapes of tensors."""
+    """Return a renderer for frames of 24x40 pixels, for tests that check only colours or tensor
+    shapes.
+    """
     small = RememberingRenderer(24, 40)
     small._ground = renderer._ground
     return small

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The autoencoder and the tiny decoder of the training code equal the streaming ones of the serving
-package, given the same files.
+"""The training code's autoencoder and tiny decoder give the same results as the serving package's
+streaming versions with the same files.
 """
 
 from pathlib import Path
@@ -27,15 +27,15 @@ from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE
 
 WIDTH, FRAMES, HEIGHT = 4, 17, 24
 TOLERANCE = 1e-4
-"""Absolute tolerance for values of about 1, because fp32 sums have a different order in about forty
-layers.
+"""Absolute tolerance for values of about 1. It allows for a different order of summation in about
+forty fp32 layers.
 """
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A `vae.pt` in which every parameter has an effect, even those that are initialized with
-    zeros.
+    """Return a `vae.pt` file in which every parameter has an effect, even parameters that are
+    normally initialized with zeros.
     """
     torch.manual_seed(2)
     model = Autoencoder(WIDTH)
@@ -58,7 +58,7 @@ def clip() -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def served(trained: Path) -> StreamingWanVAE:
-    """The autoencoder that the serving package builds from the exported file."""
+    """Return the autoencoder that the serving package builds from the exported file."""
     config = VAEConfig(base_dim=WIDTH)
     mean, std = torch.tensor(config.latents_mean), torch.tensor(config.latents_std)
     weights = torch.load(trained, weights_only=True)
@@ -72,8 +72,8 @@ def served(trained: Path) -> StreamingWanVAE:
 def test_latents_are_those_of_the_served_encoder(
     trained: Path, served: StreamingWanVAE, clip: torch.Tensor
 ) -> None:
-    """The latents of a clip that is encoded at once equal those of the served encoder, which
-    encodes the clip in two calls.
+    """A clip encoded at once has the same latents as with the served encoder, which encodes the
+    clip in two calls.
     """
     latents, _ = load_autoencoder(trained, "cpu").moments(clip)
     pixels = clip.transpose(1, 2)
@@ -119,8 +119,8 @@ def test_frames_do_not_depend_on_later_ones(trained: Path, clip: torch.Tensor) -
 
 
 def test_the_cheap_decoder_is_the_served_one(tmp_path: Path) -> None:
-    """The tiny decoder equals the served one, which decodes the latents as a stream in two calls.
-    The layer widths are read from the file.
+    """The tiny decoder gives the same pixels as the served tiny decoder, which decodes the latents
+    as a stream in two calls. The layer widths are read from the file.
     """
     torch.manual_seed(5)
     widths = (16, 12, 8, 8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks in the real engine: concurrent sessions, prompt changes, and saved and restored
+"""Tests of walks in the real engine: concurrent sessions, prompt changes, and saved and restored
 sessions.
 """
 
@@ -33,11 +33,11 @@ def _played(checkpoint: Path, engines: int = 1, **options: int) -> tuple[list[to
 
 @pytest.mark.nightly
 def test_walks_come_back_in_order_and_a_snapshot_changes_nothing(lingbot_world: Path) -> None:
-    """Walks are returned in order, and saving and restoring a session does not change its videos.
+    """Walks are returned in order, and saving and restoring a session does not change its video.
 
-    Each video has 9 + 12 frames. A new prompt affects the chunk with which it is sent. Saved and
-    restored sessions continue bit for bit. The timings count chunks of three latent frames. Two
-    engines generate the same videos.
+    A video of two chunks has 9 + 12 frames. A new prompt affects the chunk that it is sent with.
+    Saved and restored sessions continue bit for bit. The timings report the number of chunks,
+    each of which has three latent frames. Two engines generate the same videos.
     """
     videos, times = _played(lingbot_world)
     assert [len(video) for video in videos] == [21, 9, 21]

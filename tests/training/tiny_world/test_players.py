@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The players that evaluate the tiny world.
+"""Tests of the players used to evaluate the tiny world.
 
-The players' walks match their names, a perfect world reaches every target, and broken worlds do
-not.
+The players' walks do what their names say. A perfect world reaches every target, and each
+broken world misses at least one.
 """
 
 import io
@@ -30,8 +30,8 @@ TARGETS = ("still", "bot", "wall", "home")
 
 @dataclass(frozen=True)
 class Changed:
-    """A world that shows the ground truth, with every video modified by `change` after its start
-    image.
+    """A world that shows the ground truth, except that `change` modifies every video after its
+    start image.
     """
 
     renderer: Renderer
@@ -44,7 +44,7 @@ class Changed:
 
 @dataclass(frozen=True)
 class OtherStyle:
-    """A world that shows the ground truth in the style after the prompt's style."""
+    """A world that shows the ground truth in the style that follows the prompt's style."""
 
     renderer: Renderer
 
@@ -72,13 +72,15 @@ def _blurred(video: torch.Tensor) -> torch.Tensor:
 
 
 def _mosaic(video: torch.Tensor) -> torch.Tensor:
-    """Return the video with one 8x8 tile repeated over the whole frame."""
+    """Return the video with a single 8x8 tile repeated over each whole frame."""
     height, width = video.shape[1:3]
     return video[:, 20:28, 36:44].repeat(1, height // 8, width // 8, 1)
 
 
 def _missed(world: object, renderer: Renderer) -> set[str]:
-    """Return the first word of each metric in which a world misses its target."""
+    """Return the name of each metric for which a world misses the target, without the part after
+    the last comma.
+    """
     found = players.score_players(world, renderer, seed=SEED, names=TARGETS, walks=1, seconds=2)
     return {row["measure"].rsplit(",", 1)[0] for row in found["table"] if not row["met"]}
 
@@ -102,8 +104,8 @@ def test_a_perfect_world_reaches_every_target(small_renderer: Renderer) -> None:
 
 
 def test_a_frozen_world_does_not_follow(renderer: Renderer) -> None:
-    """A frozen world always shows a sharp village, so only the comparison with the moving camera
-    detects that it does not follow.
+    """A frozen world always shows a sharp village, so only a comparison with the ground truth's
+    moving camera detects that the world does not follow the keys.
     """
     assert _missed(Changed(renderer, _frozen), renderer) == {"bot: PSNR"}
 
@@ -120,7 +122,7 @@ def test_a_mosaic_misses_every_target(renderer: Renderer) -> None:
 
 def test_a_village_in_another_style_does_not_match_the_prompt(renderer: Renderer) -> None:
     """A world in another style does not count as the prompt's village, although its edges are as
-    sharp as those of the ground truth.
+    sharp as the ground truth's.
     """
     missed = _missed(OtherStyle(renderer), renderer)
     assert {
@@ -150,11 +152,11 @@ def test_a_style_may_change_within_a_second_of_its_prompt(renderer: Renderer) ->
 def test_a_frame_within_30_db_of_the_truth_is_a_village(
     renderer: Renderer, difference: int, share: float
 ) -> None:
-    """A frame with a PSNR of at least 30 dB against the truth counts as a village, even if the
-    classifier refuses it.
+    """A frame with a PSNR of at least 30 dB against the ground truth counts as a village, even if
+    the classifier rejects the frame.
 
-    A difference of 4 levels corresponds to 36 dB, and one of 12 levels to 27 dB. The classifier in
-    this test accepts only the ground truth.
+    A difference of 4 levels corresponds to 36 dB, and a difference of 12 levels to 27 dB. The
+    classifier in this test accepts only the ground truth.
     """
     [player] = players.players("still", SEED, walks=1, seconds=1)
     truth = players.truth_of(renderer, player)
@@ -168,8 +170,8 @@ def test_a_frame_within_30_db_of_the_truth_is_a_village(
 
 
 def test_only_open_views_are_judged(renderer: Renderer) -> None:
-    """Only unobstructed views are judged, because the classifier was calibrated on them. A frame
-    that shows only a nearby wall could be anything.
+    """Only unobstructed views are judged, because the classifier was calibrated on such views. A
+    frame that shows only a nearby wall cannot be recognised.
     """
     [player] = players.players("wall", SEED, walks=1, seconds=2)
     truth, path = players.truth_of(renderer, player), player.walk.walk()
@@ -184,8 +186,8 @@ def test_only_open_views_are_judged(renderer: Renderer) -> None:
 
 @pytest.mark.parametrize("seconds", [20, 300])
 def test_home_ends_where_it_started(seconds: int) -> None:
-    """The walk `home` undoes every key, so the camera is elsewhere in between, and back at the
-    start pose in the last second.
+    """The `home` walk undoes every key. The camera moves away and is back at the start pose in the
+    last second.
 
     No walk reaches the served world's pitch limit, which would stop the camera's rotation.
     """
@@ -200,7 +202,7 @@ def test_home_ends_where_it_started(seconds: int) -> None:
 
 
 def test_score_prints_one_json_object(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`score` prints one JSON object. `--players NAME` plays only the named scenario; without a
+    """`score` prints one JSON object. `--players NAME` plays only the named scenario. Without a
     name, all scenarios are played.
     """
 

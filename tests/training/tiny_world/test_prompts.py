@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompts of the tiny world's three styles."""
+"""Tests of the prompts of the tiny world's three styles."""
 
 from training.tiny_world.prompts import PROMPTS
 from training.tiny_world.village import STYLES
 
 
 def test_sixty_prompts_a_style_all_different() -> None:
-    """Each style has sixty prompts, and no prompt occurs in two styles. Every prompt mentions the
-    village and has no unfilled placeholder.
+    """Each style has sixty prompts, and no prompt occurs in more than one style. Every prompt
+    mentions the village and has no unfilled placeholder.
     """
     assert tuple(PROMPTS) == STYLES
     assert [len(prompts) for prompts in PROMPTS.values()] == [60, 60, 60]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled and the eager renderer yield the same image, the world repeats periodically, and
-walls are where they should be.
+"""Tests that the compiled and the eager renderer yield the same image, that the world repeats, and
+that walls are where they should be.
 """
 
 import math
@@ -27,7 +27,7 @@ def render(renderer: Renderer, views: torch.Tensor = VIEWS) -> torch.Tensor:
 
 
 def digest(renderer: Renderer) -> torch.Tensor:
-    """Return the mean red, green and blue values and the detail of each view, [views, 4]."""
+    """Return the mean red, green and blue values and the detail of each view. Shape: [views, 4]."""
     frames = render(renderer).float()
     detail = (frames[:, :, 1:] - frames[:, :, :-1]).abs().mean(dim=(1, 2, 3))
     return torch.cat((frames.mean(dim=(1, 2)), detail[:, None]), dim=1)
@@ -35,9 +35,11 @@ def digest(renderer: Renderer) -> torch.Tensor:
 
 @pytest.mark.nightly
 def test_compiled_and_eager_make_the_same_image(renderer: Renderer) -> None:
-    """The compiled and the eager renderer yield the same image, except for single rays at edges.
+    """The compiled and the eager renderer yield the same image, except for individual rays at
+    edges.
 
-    fp32 sums in a different order can move such a ray to the other side of the edge.
+    Such a ray can fall on the other side of the edge, because the renderers sum fp32 values in a
+    different order.
     """
     compiled = Renderer("cpu", renderer.height, renderer.width, compiled=True, frames_per_call=1)
     error = (render(compiled).float() - render(renderer).float()).abs()
@@ -45,10 +47,10 @@ def test_compiled_and_eager_make_the_same_image(renderer: Renderer) -> None:
 
 
 def test_the_village_looks_as_recorded(renderer: Renderer) -> None:
-    """The village looks as recorded. The tolerance of half a level of 255 allows for another
-    processor's rounding.
+    """The village looks as recorded. The tolerance of half a level (out of 255) allows for
+    different rounding on other processors.
 
-    A moved house or a different light changes the values by more than that.
+    A moved house or different lighting changes the values by more than the tolerance.
     """
     assert digest(renderer).flatten().tolist() == pytest.approx(
         [value for row in GOLDEN for value in row], abs=0.5
@@ -56,10 +58,10 @@ def test_the_village_looks_as_recorded(renderer: Renderer) -> None:
 
 
 def test_the_world_repeats(renderer: Renderer) -> None:
-    """The world repeats: one period to the east or south, the image is the same, except for rays at
-    edges.
+    """The world is periodic: one period further east or south, the image is the same except for
+    rays at edges.
 
-    Rounding can move such a ray past the edge.
+    Rounding can put such a ray on the other side of the edge.
     """
     for shift in ((PERIOD, 0.0), (0.0, -PERIOD), (2 * PERIOD, PERIOD)):
         moved = VIEWS.clone()
@@ -69,8 +71,8 @@ def test_the_world_repeats(renderer: Renderer) -> None:
 
 
 def test_a_house_is_where_the_village_says(renderer: Renderer) -> None:
-    """A house is where the village definition places it: seen from 5 m in front of its longest
-    side, its wall fills the middle of the image.
+    """A house is where the village definition places it: seen from 5 m in front of the house's
+    longest side, its wall fills the middle of the image.
     """
     for (x, z, _, depth, _, heading), wall in zip(HOUSES, WALLS, strict=False):
         turn = math.radians(heading)
@@ -78,8 +80,8 @@ def test_a_house_is_where_the_village_says(renderer: Renderer) -> None:
         here = (x - away * math.sin(turn), z - away * math.cos(turn))
         view = torch.tensor([(*here, turn, 0.0, 0)])
         frame = render(renderer, view)[0].float() / 255
-        # Next to windows and the door, compare the hue, because each side of a house has its own
-        # light.
+        # Next to windows and the door, compare the hue, because each side of a house is lit
+        # differently.
         middle = frame[renderer.height // 2 - 2 : renderer.height // 2 + 2].reshape(-1, 3)
         hue = middle / middle.norm(dim=1, keepdim=True)
         expected = torch.tensor(wall) / torch.tensor(wall).norm()

@@ -21,7 +21,7 @@ from training.tiny_world.village import STYLES
 
 SEED = 11
 MOVING_SEED = 26
-"""Seed for which the walkers move in nearly every latent frame, driven only by key presses.
+"""Seed for which key presses alone move the walkers in nearly every latent frame.
 
 With other seeds, walkers may stand still for a while or use an analogue stick, whose speed cannot
 be derived from the keys. With this seed, no start image has the mean colour of a view in another
@@ -36,8 +36,8 @@ def _few_reference_places(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def few_latents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use only a few latents in each drill. They suffice because each metric is a median over
-    latents.
+    """Use only a few latents in each drill. A few latents suffice, because each metric is a median
+    over latents.
     """
     monkeypatch.setattr(score, "TURN_LATENTS", 8)
     monkeypatch.setattr(score, "STEP_LATENTS", 4)
@@ -45,10 +45,11 @@ def few_latents(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def truth(small_renderer: Renderer) -> Truth:
-    """A ground truth shared by all tests in this file, because rendering it takes most of their
-    time.
+    """Return the ground truth, which all tests in this file share because rendering it takes most
+    of their time.
 
-    Its coarse images have the same size as its other images, so both use the same ground texture.
+    The ground truth's coarse images have the same size as its other images, so both use the same
+    ground texture.
     """
     truth = Truth(small_renderer)
     assert (truth.palette.renderer.height, truth.palette.renderer.width) == (24, 40)
@@ -70,7 +71,7 @@ class Deaf:
 def test_the_truth_is_perfect(
     small_renderer: Renderer, truth: Truth, tmp_path: Path, few_latents: None
 ) -> None:
-    """The ground truth gets perfect scores in every row of the table.
+    """The ground truth gets a perfect score in every row of the table.
 
     The result can be stored as JSON. The image strip has two rows per walk and one column per
     chunk.
@@ -85,7 +86,7 @@ def test_the_truth_is_perfect(
     assert found["switch"]["share"] == [1.0, 1.0]
     assert found["loop"] == {"psnr": 100.0, "worst": 100.0, "walks": 3}
     assert found["turn"]["wrong_sign"] == 0 and found["turn"]["latents"] == 24
-    assert found["turn"]["ratio"] == pytest.approx(1.0, abs=0.03)  # 0.01 with 48 rows
+    assert found["turn"]["ratio"] == pytest.approx(1.0, abs=0.03)  # 0.01 if frames have 48 rows
     assert found["step"]["ratio"] == pytest.approx(1.0, abs=0.05)
     assert found["level"]["difference"] == found["level"]["difference_of_truth"]
     assert set(found["level"]["difference"]) == set(STYLES)
@@ -111,8 +112,8 @@ def test_a_mirrored_turn_has_the_wrong_sign(renderer: Renderer) -> None:
 
 
 def test_the_first_frame_counts_as_one_frame() -> None:
-    """The start image counts as one of the nine video frames of a first chunk, because a chunk's
-    PSNR covers video frames.
+    """A chunk's PSNR is computed from video frames, so the start image counts as only one of the
+    first chunk's nine frames.
     """
     truth = torch.full((1, 6, 16, 16, 3), 100, dtype=torch.uint8)
     made = truth.clone()
@@ -123,8 +124,8 @@ def test_the_first_frame_counts_as_one_frame() -> None:
 
 
 def test_a_blank_wall_does_not_decide_the_sharpness() -> None:
-    """The sharpness of a chunk is one ratio of edge strengths over all walks, so a walk whose
-    ground truth shows no edges hardly changes it.
+    """A chunk's sharpness is a single ratio of edge strengths over all walks, so the result hardly
+    changes if one walk's ground truth shows no edges.
     """
     truth = torch.zeros(2, 3, 16, 16, 3, dtype=torch.uint8)
     truth[0, :, :, ::2] = 200
@@ -135,8 +136,8 @@ def test_a_blank_wall_does_not_decide_the_sharpness() -> None:
 
 
 def test_a_style_is_not_recognised_in_an_image_of_another_style(small_renderer: Renderer) -> None:
-    """For every view of the ground truth, the style is recognised as correct; for the same view in
-    another style, it is not.
+    """The style of every ground truth view is recognised as correct, and that of the same view in
+    another style is not.
     """
     walks = score.wandering(6, 1, SEED)
     truth = rendered(small_renderer, walks)
@@ -150,8 +151,8 @@ def test_a_style_is_not_recognised_in_an_image_of_another_style(small_renderer: 
 def test_the_loop_score_compares_frames_at_which_the_camera_has_returned(
     small_renderer: Renderer,
 ) -> None:
-    """The loop score compares frames at which the camera has returned to its start, so a world that
-    returns to another place gets a low score.
+    """The loop score compares frames before and after the camera returns to the same pose, so a
+    world that returns to a different place gets a low score.
     """
     walks = score.looping(1, SEED)
     [video] = RenderedWorld(small_renderer).play(walks, torch.empty(0))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn angles and distances of a camera, measured on rendered videos whose camera is known and on
-broken videos.
+"""Tests of the measurement of a camera's turn angles and distances, on rendered videos with a known
+camera path and on broken videos.
 """
 
 import math
@@ -18,14 +18,14 @@ PLACE, YAW = (1.2, -4.0), 0.3
 
 @pytest.fixture(scope="module")
 def turning(renderer: Renderer) -> torch.Tensor:
-    """A video in which the camera turns six degrees to the right per frame."""
+    """Return a video in which the camera turns six degrees to the right per frame."""
     yaw = YAW + torch.deg2rad(6.0 * torch.arange(6))
     return renderer.render(torch.tensor([PLACE]).expand(6, 2), yaw, torch.zeros(6), torch.zeros(6))
 
 
 @pytest.fixture(scope="module")
 def along(renderer: Renderer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return frames every 0.125 m along a straight line, and the distance of each frame."""
+    """Return frames at intervals of 0.125 m along a straight line, and each frame's distance."""
     distances = torch.arange(0, 3.01, 0.125)
     positions = torch.tensor(PLACE) + distances[:, None] * torch.tensor(
         [math.sin(YAW), math.cos(YAW)]
@@ -48,9 +48,9 @@ def test_a_video_that_stands_still_or_turns_twice_as_far_is_detected(turning: to
 
 
 def test_the_truth_walks_as_commanded(along: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Distances measured on the ground truth are half a metre per latent frame, within 5 cm.
+    """Distances measured on the ground truth are within 5 cm of half a metre per latent frame.
 
-    The distances are measured by comparison with views from positions near those of the frames.
+    The distances are measured by comparing the frames with views from nearby positions.
     """
     frames, distances = along
     latents = frames[4:-4:4]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shipped world description equals the one that the training code writes, and the shipped tour
-equals newly rendered frames.
+"""The shipped world description equals the training code's output, and the shipped tour shows the
+same frames as a new render.
 """
 
 from pathlib import Path
@@ -22,8 +22,8 @@ from vllm_omni.worlds.description import read_description
 
 
 def test_the_shipped_description_is_the_written_one(village: Path) -> None:
-    """The shipped description equals the one that the training code writes, except for the decoder,
-    which is chosen by measurements.
+    """The shipped description equals the training code's output, except for the decoder, which was
+    chosen based on measurements.
     """
     shipped = read_description(village)
     assert shipped is not None
@@ -42,9 +42,9 @@ def test_nothing_is_in_the_tours_way() -> None:
 
 
 def test_the_truth_is_the_tour(village: Path) -> None:
-    """Newly rendered frames of the tour equal those of the shipped video, within the loss of H.264.
+    """Newly rendered frames of the tour differ from the shipped video only by H.264's loss.
 
-    The tour includes a change of the prompt.
+    The tour includes a prompt change.
     """
     description = read_description(village)
     assert description is not None
@@ -64,7 +64,7 @@ def test_the_truth_is_the_tour(village: Path) -> None:
 
 
 def test_the_map_matches_the_village() -> None:
-    """The map matches the village with north up: the pond is blue, a red tower is in the
+    """The map shows the village with north at the top: the pond is blue, a red tower is in the
     north-east, and grass is green.
     """
     image = np.asarray(draw_map(120)).astype(int)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer of the tiny world: two steps, saving the state, one more step, and the log and
+"""Tests of the tiny world's trainer: two steps, saving the state, one more step, the log, and the
 exported files.
 """
 
@@ -83,8 +83,8 @@ def test_training_stops_resumes_and_exports(data: Path, tmp_path: Path) -> None:
 def test_training_lowers_the_loss(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On repeated clips, 60 steps lower the loss by more than a fifth in total, and lower it at
-    every sigma.
+    """On repeated clips, 60 steps reduce the overall loss by more than a fifth, and the loss at
+    every sigma decreases.
     """
     rates = ("--muon-lr", "0.02", "--adam-lr", "0.01", "--total-minutes", "0.01")
     monkeypatch.setattr(train_world, "_WARMUP_STEPS", 20)
@@ -97,7 +97,7 @@ def test_training_lowers_the_loss(
 
 
 def test_a_large_state_is_cut_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large state is split into several files, and files of an older, larger state are
+    """A large state is split into several files, and leftover files from an older, larger state are
     deleted.
     """
     monkeypatch.setattr(state_files, "_PART_BYTES", 1000)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores for start images that are not renders of the world, with worlds in which the camera moves
-as commanded or not at all.
+"""Tests of the scores for start images that do not come from the world's own renderer. The test
+world's camera walks as commanded but never turns.
 """
 
 from collections.abc import Sequence
@@ -42,8 +42,8 @@ def _enlarged(image_HW3: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def test_a_world_that_walks_but_does_not_turn_is_noticed() -> None:
-    """For a world that walks but does not turn, the image growth per step is measured, and the turn
-    ratio is near zero.
+    """For a world in which the camera walks but does not turn, the measured image growth per step
+    is correct, and the turn ratio is near zero.
     """
     means = torch.tensor([[0.9, 0.9, 0.9], [0.4, 0.4, 0.4], [0.0, 0.0, 0.0]])
     result = score_uploads(_ZoomingWorld(), SIZE, means, seed=1)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training batches of the tiny world contain every type of session, each with the data that such a
-session has when it is served.
+"""The tiny world's training batches contain every type of session, with the data that a served
+session of that type has.
 """
 
 from dataclasses import replace
@@ -30,7 +30,9 @@ CHUNKS = torch.tensor([3, 3, 1, 1])
 
 @pytest.fixture
 def fields() -> dict[str, torch.Tensor]:
-    """A shard in which the value of each latent encodes its clip (the hundreds) and its frame."""
+    """Return a shard in which each latent's value is 100 times its clip's index plus its frame's
+    index.
+    """
     made = synthetic_shard(6, FRAMES, SIZES)
     clip, frame = torch.arange(6).view(-1, 1, 1, 1, 1), torch.arange(FRAMES).view(1, -1, 1, 1, 1)
     made["latents"] = (100 * clip + frame).expand_as(made["latents"]).half()
@@ -57,7 +59,7 @@ NEVER, ALWAYS = torch.zeros(4, dtype=torch.bool), torch.ones(4, dtype=torch.bool
 
 
 def _first(latents: torch.Tensor) -> torch.Tensor:
-    """Return the encoded clip and frame of each latent, [B, F]."""
+    """Return the encoded clip and frame of each latent. Shape: [B, F]."""
     return latents[:, :, 0, 0, 0]
 
 
@@ -100,10 +102,10 @@ def test_a_prompt_changes_between_chunks_to_the_twins_style(sampler: Sampler) ->
 
 
 def test_far_from_the_start_only_the_sinks_are_of_another_time(sampler: Sampler) -> None:
-    """Far from the start of a session, only the sink frames are from another time.
+    """Far from a session's start, only the sink frames come from a different time.
 
     The sink frames are frames 0 to 2 of a walk in the same style. The positions of all other frames
-    are shifted by the same offset. Frames without a useful context do not contribute to the loss.
+    are shifted by the same offset. Frames without useful context do not contribute to the loss.
     """
     shifts = []
     for _ in range(20):
@@ -126,7 +128,7 @@ def test_far_from_the_start_only_the_sinks_are_of_another_time(sampler: Sampler)
 
 
 def test_noise_has_the_packages_convention() -> None:
-    """The sigmas follow the package's v1 and v2 schedules, and sigma 1 is pure noise."""
+    """The sigmas follow the package's v1 and v2 schedules, and a sigma of 1 is pure noise."""
     assert few_step_sigmas() == pytest.approx(
         LingBotOptions.parse({}, "v2").denoise_schedule().sigmas_x0, abs=1e-12
     )
@@ -157,9 +159,9 @@ def test_a_shard_of_another_size_is_refused(fields) -> None:
 
 
 def test_prompts_are_embedded_as_the_served_world_does() -> None:
-    """Prompts are embedded by the tiny umt5 of a shipped world and padded with zeros.
+    """A shipped world's tiny umt5 embeds the prompts, and the embeddings are padded with zeros.
 
-    A prompt that would have to be truncated is an error.
+    A prompt that would have to be truncated raises an error.
     """
     sizes = Sizes()
     texts = {

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trained `WorldTransformer` equals the served `LingBotTransformer`, which runs chunk by
-chunk.
+"""The trained `WorldTransformer` gives the same flow as the served `LingBotTransformer`, which runs
+chunk by chunk.
 """
 
 import itertools
@@ -52,7 +52,7 @@ SIZES = Sizes(
 
 @pytest.fixture(scope="module")
 def network() -> WorldTransformer:
-    """A network in which every parameter is random, so that every parameter has an effect."""
+    """Return a network whose parameters are all random, so that every parameter has an effect."""
     torch.manual_seed(0)
     model = WorldTransformer(SIZES).requires_grad_(False)
     for name, parameter in model.named_parameters():
@@ -71,7 +71,9 @@ def network() -> WorldTransformer:
 def served(
     network: WorldTransformer, tmp_path_factory: pytest.TempPathFactory
 ) -> LingBotTransformer:
-    """The serving package's network, loaded from the exported folder by the strict loader."""
+    """Return the serving package's network, loaded from the exported folder by the strict
+    loader.
+    """
     folder = Path(tmp_path_factory.mktemp("world")) / "transformers"
     network.export(folder)
     config = LingBotWorldConfig.from_checkpoint(SIZES.config_json())
@@ -108,7 +110,7 @@ def _clips(batch: int, *, far: int = 0, switch_at: int = FRAMES) -> Clips:
 
 
 def _world(batch: int) -> dict[str, torch.Tensor]:
-    """Return the world poses of clips. The poses of the last clip are unknown."""
+    """Return the clips' world poses. The last clip's poses are unknown."""
     poses = _world_poses(batch)
     known = torch.ones(batch, 1, 1)
     known[-1] = 0
@@ -145,7 +147,7 @@ def _rope(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _serve(model, clips, clip, clean, noisy, timesteps, chunk) -> torch.Tensor:
-    """Run the package's network on one clip: for each chunk, the noisy pass and then the
+    """Run the package's network on one clip. For each chunk, the noisy pass is followed by the
     clean-context pass.
     """
     height, width = 8 * SIZES.grid[0], 8 * SIZES.grid[1]
@@ -204,10 +206,11 @@ def _inputs(batch: int, chunk: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
 def test_a_packed_clip_equals_the_served_network_chunk_by_chunk(
     network, served, chunk, far
 ) -> None:
-    """The flow of every chunk equals that of the served network within 1e-5 in fp32.
+    """When a whole clip is processed in a single pass, each chunk's flow equals the served
+    network's flow within 1e-5 in fp32.
 
-    The clips cover the window, sink frames, a camera with two focal lengths, and prompts that
-    change.
+    The clips exercise the window, sink frames, a camera with two different focal lengths, and
+    prompt changes.
     """
     clips = _clips(2, far=far, switch_at=9)
     clean, noisy, timesteps = _inputs(2, chunk)
@@ -266,8 +269,8 @@ def test_frames_see_what_the_kv_window_shows(chunk, window, sink) -> None:
 
 @pytest.mark.parametrize(("window", "sink"), [(5, 1), (6, 0), (4, 1), (18, 3)])
 def test_flex_attentions_mask_is_the_dense_one(window, sink) -> None:
-    """The block mask of flex attention equals the dense mask, even with both chunk lengths in one
-    batch.
+    """Flex attention's block mask selects the same positions as the dense mask, even if one batch
+    contains both chunk lengths.
     """
     seen = torch.stack([visibility(6, chunk, window, sink) for chunk in (3, 1)])
     modes = torch.tensor([0, 1, 1])
@@ -291,7 +294,7 @@ def test_flex_attentions_mask_is_the_dense_one(window, sink) -> None:
 def test_the_camera_map_is_its_basis_times_twelve_numbers(focal) -> None:
     """The camera map is the product of a fixed basis and twelve numbers per frame.
 
-    The product equals the package's map of poses from keys within 1e-6 in fp32.
+    For poses derived from keys, the product equals the package's camera map within 1e-6 in fp32.
     """
     motion = _motion(1)[0]
     pose = torch.eye(4, dtype=torch.float64).repeat(FRAMES, 1, 1)
@@ -317,10 +320,10 @@ def test_the_package_accepts_the_exported_config() -> None:
 
 @torch.no_grad()
 def test_a_roll_out_is_the_packages_sampler(network, served) -> None:
-    """A roll-out equals the package's sampler with the same noise.
+    """A training rollout gives the same latents as the package's sampler with the same noise.
 
-    Each chunk runs four steps with fresh noise between them, followed by a pass at timestep 0, as
-    in the pipeline's loop.
+    As in the pipeline's loop, each chunk runs four steps with fresh noise between them, followed by
+    a pass at timestep 0.
     """
     sigmas = LingBotOptions.parse({}, "v2").denoise_schedule().sigmas_x0
     clips = _clips(1)

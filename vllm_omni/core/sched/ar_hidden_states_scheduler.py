@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ARHiddenStatesScheduler`: delivers hidden states from the AR worker to the client together with
-the text.
+"""`ARHiddenStatesScheduler`: delivers the AR worker's hidden states to the client together with the
+text.
 
 In stock vLLM, a tensor in `ModelRunnerOutput.pooler_output` finishes a request and replaces its
-text. This scheduler removes the tensors before vLLM's code reads them, stores the hidden states of
-each request until the request's tokens leave the engine, and attaches them to those tokens
-(`vllm_omni.hidden_states.encode_hidden_states`). The scheduler differs from vLLM's only as follows:
+text. This scheduler removes the tensors before vLLM's code reads them, stores each request's hidden
+states until its tokens leave the engine, and attaches them to those tokens
+(`vllm_omni.hidden_states.encode_hidden_states`). The scheduler differs from vLLM's only in the
+following ways:
 
 - A request for the hidden states of all tokens does not read the prefix cache, because cached
   tokens are not computed and would have no hidden states.
-- The hidden state of each token is sent once, in order of position, even after a preemption that
-  recomputes tokens.
-- A request finishes with `finish_reason` "error" and the error as its stop reason if its hidden
-  states exceed `omni.max_hidden_states_bytes`, if the worker refused it, or if it arrived over HTTP
-  at a server without an endpoint for hidden states. All other requests continue.
+- Each token's hidden state is sent once, in position order, even after a preemption that recomputes
+  tokens.
+- A request finishes with the `finish_reason` "error" and the error as its stop reason in three
+  cases: its hidden states exceed `omni.max_hidden_states_bytes`, the worker refused it, or it
+  arrived over HTTP at a server without an endpoint for hidden states. All other requests continue.
 
 The scheduler works with and without async scheduling. Requests that do not ask for hidden states
 are scheduled as in stock vLLM.
@@ -38,12 +39,12 @@ from vllm_omni.outputs import RequestFailed, unpack
 from vllm_omni.runtime.processes import end_with_parent
 
 _HTTP_REQUESTS: Final = ("cmpl-", "chatcmpl-")
-"""Prefixes that vLLM's text endpoints give to request ids."""
+"""Prefixes of the request ids that vLLM's text endpoints assign."""
 
 
 @dataclass
 class _PendingStates:
-    """Progress of one request, and its hidden states that have not yet left the engine."""
+    """One request's progress, and its hidden states that have not yet left the engine."""
 
     request: Request
     """The vLLM request to which the hidden states belong."""
@@ -52,7 +53,7 @@ class _PendingStates:
     computed: int = 0
     """Number of tokens computed so far. The number decreases when a preempted request restarts."""
     next_position: int = 0
-    """Position of the first token whose hidden state has not been stored."""
+    """Position of the first token whose hidden state has not yet been stored."""
     num_bytes: int = 0
     """Size of all hidden states stored so far, in bytes."""
     held: list[torch.Tensor] = field(default_factory=list)
@@ -83,8 +84,8 @@ class ARHiddenStatesScheduler(Scheduler):
         self._pending: dict[str, _PendingStates] = {}
         named = os.environ.get("VLLM_PLUGINS", "").split(",")
         self._has_endpoint = any(name.startswith("vllm_omni_") for name in named)
-        """Whether the API server has an endpoint that can deliver hidden states. vLLM loads
-        endpoint plugins by the names in `VLLM_PLUGINS`.
+        """Whether the API server has an endpoint that can deliver hidden states. vLLM loads the
+        endpoint plugins named in `VLLM_PLUGINS`.
         """
 
     def add_request(self, request: Request) -> None:
@@ -127,7 +128,7 @@ class ARHiddenStatesScheduler(Scheduler):
         """Store the hidden states computed in this step.
 
         Returns:
-            The scheduled requests that ask for hidden states, and the error of each failed request,
+            The scheduled requests that ask for hidden states and the error of each failed request,
             both by request id.
         """
         restarts = {
@@ -168,11 +169,11 @@ class ARHiddenStatesScheduler(Scheduler):
         return concerned, failed
 
     def _hold(self, states: _PendingStates, entry: torch.Tensor) -> RequestFailed | None:
-        """Store the hidden states of the tokens whose hidden states have not been stored yet.
+        """Store the hidden states of the tokens for which none have been stored yet.
 
         Args:
-            states: Progress of the request.
-            entry: Hidden states of the last tokens computed in this step.
+            states: The request's progress.
+            entry: Hidden states of the last tokens that this step computed.
 
         Returns:
             The error if the request's hidden states exceed the size limit, otherwise None.
@@ -205,7 +206,7 @@ class ARHiddenStatesScheduler(Scheduler):
     ) -> None:
         """Finish requests with an error.
 
-        Tokens that were sampled for these requests in this step are still delivered.
+        Tokens sampled for these requests in this step are still delivered.
         """
         requests = {req_id: self.requests[req_id] for req_id in failed if req_id in self.requests}
         self.finish_requests(requests, RequestStatus.FINISHED_ERROR)
@@ -230,11 +231,12 @@ class ARHiddenStatesScheduler(Scheduler):
 
 class _AsyncARHiddenStatesScheduler(ARHiddenStatesScheduler, AsyncScheduler):
     """`ARHiddenStatesScheduler` on top of vLLM's asynchronous scheduler, which schedules one step
-    ahead."""
+    ahead.
+    """
 
 
 def _requested_by(request: Request) -> HiddenStatesRequest | None:
-    """Return the `HiddenStatesRequest` of a request.
+    """Return a request's `HiddenStatesRequest`.
 
     The result is None if the request does not ask for hidden states, or if the parameter is
     malformed. The worker refuses requests with a malformed parameter.
@@ -256,8 +258,8 @@ def _error_in(envelope: torch.Tensor) -> RequestFailed:
 
 
 def _attach(states: _PendingStates, output: EngineCoreOutput) -> None:
-    """Attach the stored hidden states to an output, except those of tokens that follow the end of
-    the request.
+    """Attach the stored hidden states to an output, except those of tokens after the end of the
+    request.
 
     If only the last hidden state was requested, it is attached only to the last output, or to every
     output if the front end may finish the request.
@@ -283,7 +285,7 @@ def _attach(states: _PendingStates, output: EngineCoreOutput) -> None:
 
 
 def _stops_in_front(states: _PendingStates) -> bool:
-    """Return whether the front end may finish the request because of stop strings.
+    """Return whether stop strings may make the front end finish the request.
 
     Every output of such a request needs its hidden states, because any output may be the last.
     """

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StepCostModel`: predicts the duration of a step from steps that were measured while serving.
+"""`StepCostModel`: predicts the duration of a step from the steps measured while serving.
 
 The model is linear in four features of a batch (see `StepCosts`), plus one feature per degradation
 level. The cost of a degradation level is the difference in duration between a chunk's last step at
 this level and at the previous level; it is 0 until a chunk at this level has been observed.
 
 The model is fitted by least squares over the last `_WINDOW` steps, regularised towards the previous
-estimate. A feature that does not occur in the window therefore retains its cost, for example the
-cost of larger batches while only one stream is live. Outliers have less weight (Huber loss), so a
-hiccup of a few seconds does not change the model, but a lasting change does. This module depends
-neither on a clock nor on vLLM.
+estimate. A feature that does not occur in the window therefore retains its cost; for example, the
+cost of larger batches is retained while only one stream is live. Outliers have less weight (Huber
+loss), so a hiccup of a few seconds does not change the model, but a lasting change does. This
+module depends on neither a clock nor vLLM.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ _NUM_FEATURES = 4
 _WINDOW = 96
 _REFIT_EVERY = 4
 _EAGER = 24
-"""Number of initial steps during which the model is fitted after every step. After that, the model
-is fitted once every `_REFIT_EVERY` steps.
+"""Number of initial steps during which the model is fitted after every step. It is then fitted once
+every `_REFIT_EVERY` steps.
 """
 _PULL = 1e-2
 """Weight of the previous estimate, expressed as a number of steps. The value is small, so the
@@ -36,7 +36,7 @@ _ITERATIONS = 3
 class StepCostModel:
     """Fits step costs to observations.
 
-    The first estimate assumes that the duration of a step is proportional to the size of its batch.
+    The first estimate assumes that a step's duration is proportional to its batch size.
 
     Args:
         num_levels: Number of quality levels, including full quality.
@@ -49,8 +49,9 @@ class StepCostModel:
         self._features = np.zeros((_WINDOW, _NUM_FEATURES + self._num_degraded))
         self._durations_s = np.zeros(_WINDOW)
         self._scale = 1.0
-        """The first observed batch size, by which all sizes are divided so that all features are
-        close to one."""
+        """The first observed batch size. All sizes are divided by it, so all features are close to
+        one.
+        """
         self._beta: np.ndarray | None = None
 
     def observe(
@@ -65,11 +66,11 @@ class StepCostModel:
 
         Args:
             total: Total size of the batch.
-            first: Total size of the requests for which the step was the first.
-            last: Total size of the requests for which the step was the last.
+            first: Total size of the requests whose first step this was.
+            last: Total size of the requests whose last step this was.
             duration_s: Duration of the step in seconds.
-            degraded: Total size of the ended requests at degradation level 1 or higher, at level 2
-                or higher, and so on. Empty means that no ended request was degraded.
+            degraded: Total size of the requests that ended at degradation level 1 or higher, at
+                level 2 or higher, and so on. Empty if no ended request was degraded.
         """
         if total <= 0.0 or not duration_s >= 0.0:
             return
@@ -90,12 +91,12 @@ class StepCostModel:
         count = min(self.num_observed, _WINDOW)
         rows, durations_s, before = self._features[:count], self._durations_s[:count], self._beta
         # With only a few steps, an outlier would dominate the fit, so start from the median step
-        # instead of the first step.
+        # rather than the first one.
         beta = (
             before if count > 3 else self._proportional(float(np.median(durations_s / rows[:, 1])))
         )
         pull = np.full(len(before), _PULL)
-        pull[0] *= 10.0  # changing the constant cost of a step requires more evidence
+        pull[0] *= 10.0  # changing a step's constant cost requires more evidence
         for _ in range(_ITERATIONS):
             residuals = np.abs(durations_s - rows @ beta)
             spread = 1.4826 * float(np.median(residuals)) + 1e-6

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The deadline policy: selects batches, refuses streams and degrades quality.
 
-All functions of this module are pure: they have no state and use neither a clock nor vLLM.
+All functions in this module are pure: they have no state and use neither a clock nor vLLM.
 `StreamBatchScheduler` calls them in an engine; `benchmarks/scheduler_simulator.py` calls them in
-virtual time. The due time of a request is its deadline. For a request without a deadline, the due
-time applies only to its next step, so the request is not starved and does not monopolize the
-engine while other requests are late.
+virtual time. A request's due time is its deadline. If a request has no deadline, its due time
+applies only to its next step, so the request is not starved and does not monopolize the engine
+while other requests are late.
 """
 
 import math
@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 MAX_UTILISATION = 0.95
-"""Maximum predicted share of the engine's time that all admitted streams together may use. The
-remaining time absorbs prediction errors."""
+"""Maximum predicted share of the engine's time that all admitted streams may use together. The
+remaining time absorbs prediction errors.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,44 +24,45 @@ class LiveRequest:
     """A request that is ready to run a step."""
 
     request_id: str
-    """Id of the request."""
+    """Request id."""
     deadline_s: float
     """Absolute due time in seconds, by which requests are sorted."""
     has_deadline: bool
     """Whether `deadline_s` is the deadline of the whole request. If false, `deadline_s` is a target
-    for the request's next step.
+    for the request's next step only.
     """
     steps_left: int
-    """Number of remaining forward passes, at least 1. Before the first step, the number is an
+    """Number of remaining forward passes, at least 1. Before the first step, this number is an
     estimate.
     """
     started: bool
-    """Whether the request has run a step."""
+    """Whether the request has run a step yet."""
     size: float
-    """Size of the request's forward pass, in the unit of the batch sizes in `StepCosts`."""
+    """Size of the request's forward pass, in the same unit as the batch sizes in `StepCosts`."""
     order: int
     """Unique number that breaks ties between requests with the same due time."""
     step: int = 0
     """Number of steps scheduled so far, including steps in flight."""
     level: int = 0
-    """Degradation level of the request's chunk; 0 is full quality. Before the first step, the level
-    is an estimate."""
+    """Degradation level of the request's chunk; 0 is full quality. Before the first step, this
+    level is an estimate.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
     """Costs that predict the duration of a step.
 
-    The duration of a step is `step_s`, plus `size_s` times the total size of the batch, plus
-    `first_s` times the total size of the requests in their first step, plus `last_s` times the
-    total size of the requests in their last step. All costs are zero until a step has been
+    A step's duration is the sum of four terms: `step_s`, `size_s` times the total size of the
+    batch, `first_s` times the total size of the requests in their first step, and `last_s` times
+    the total size of the requests in their last step. All costs are zero until a step has been
     measured.
     """
 
     step_s: float = 0.0
-    """Constant duration of a step in seconds, which does not depend on the batch."""
+    """Constant part of a step's duration in seconds, independent of the batch."""
     size_s: float = 0.0
-    """Seconds that a step takes per unit of batch size."""
+    """Seconds per unit of batch size."""
     first_s: float = 0.0
     """Additional seconds per unit of size in a request's first step: the cost of encoding."""
     last_s: float = 0.0
@@ -69,11 +71,13 @@ class StepCosts:
     """`last_s` at degradation levels 1, 2, and so on. If empty, `last_s` applies to every level."""
 
     def last_at(self, level: int) -> float:
-        """Return `last_s` at a degradation level."""
+        """Return `last_s` at the given degradation level."""
         return self.degraded_last_s[level - 1] if level and self.degraded_last_s else self.last_s
 
     def of_step(self, request: LiveRequest) -> float:
-        """Return how many seconds a request's next step adds to the duration of a batch."""
+        """Return the number of seconds that a request's next step adds to the duration of a
+        batch.
+        """
         per_size = self.size_s
         if not request.started:
             per_size += self.first_s
@@ -82,7 +86,7 @@ class StepCosts:
         return per_size * request.size
 
     def of_chunk(self, steps: int, size: float, started: bool = False, level: int = 0) -> float:
-        """Return the duration in seconds of a chunk if each of its steps is a batch of one."""
+        """Return a chunk's duration in seconds if each of its steps runs in a batch of one."""
         per_size = steps * self.size_s + self.last_at(level) + (0.0 if started else self.first_s)
         return max(0.0, steps * self.step_s + per_size * size)
 
@@ -90,21 +94,19 @@ class StepCosts:
 def choose_batch(
     now_s: float, live: Iterable[LiveRequest], costs: StepCosts, max_requests: int
 ) -> list[LiveRequest]:
-    """Choose the requests that run a step now: the requests with the earliest due times, as many as
-    the deadlines allow.
+    """Choose the requests that run a step now: those with the earliest due times, as many as the
+    deadlines allow.
 
-    A candidate batch consists of the first k requests in order of due time, where
-    k <= max_requests. The largest candidate that meets every deadline that can still be met is
-    chosen. The prediction assumes that all requests of the batch finish their step together, that
-    all other requests wait for the batch, and that all requests are then served one by one in order
-    of due time.
+    A candidate batch consists of the first k requests in due-time order, where k <= max_requests.
+    The function chooses the largest candidate that meets every deadline that can still be met. The
+    prediction assumes that all requests in the batch finish their step together, that all other
+    requests wait for the batch, and that all requests are then served one by one in due-time order.
 
-    Requests that would be late even with a batch of one do not limit the batch. If there are late
-    requests, the function considers the candidates that meet the other deadlines, and chooses the
-    candidate with the smallest total waiting time of the late requests. Of several such candidates,
-    the function chooses the largest. If most requests with a deadline would be late even with a
-    batch of one, all deadlines are ignored, and the total waiting time includes every request with
-    a deadline.
+    Requests that would be late even with a batch of one do not limit the batch. If there are such
+    late requests, the function considers the candidates that meet the other deadlines, and chooses
+    the one with the smallest total waiting time for the late requests. Of several such candidates,
+    it chooses the largest. If most requests with a deadline would be late even with a batch of one,
+    all deadlines are ignored, and the total waiting time includes every request with a deadline.
 
     The function runs in O(n log n).
 
@@ -115,7 +117,7 @@ def choose_batch(
         max_requests: Maximum number of requests in the batch.
 
     Returns:
-        The requests of the batch. The batch is empty only if `live` is empty.
+        The requests in the batch. The batch is empty only if `live` is empty.
     """
     queue = sorted(live, key=_urgency)
     most = min(max_requests, len(queue))
@@ -149,7 +151,7 @@ def choose_batch(
         late_after = num_deadlines
 
     best, best_wait_s = 1, 0.0
-    together_s, alone_s = step_s, 0.0  # duration of the batch, and of its steps run one by one
+    together_s, alone_s = step_s, 0.0  # duration of the batch, and of its steps if run one by one
     slack_inside_s = math.inf
     late_inside, late_alone_s = 0, 0.0
     for index in range(most):
@@ -167,8 +169,8 @@ def choose_batch(
             best_wait_s = 0.0
             continue
         wait_s = late_inside * together_s - late_alone_s + late_after * (together_s - alone_s)
-        # A batch never delays later requests compared with serving its requests one by one, because
-        # each request after the first saves one `step_s`.
+        # Compared with serving a batch's requests one by one, the batch never delays later
+        # requests, because each request after the first saves one `step_s`.
         if slack_inside_s >= together_s and wait_s <= best_wait_s + 1e-9:
             best, best_wait_s = index + 1, wait_s
     return queue[:best]
@@ -195,20 +197,20 @@ def predicted_end_s(
 
 @dataclass(frozen=True, slots=True)
 class StreamDemand:
-    """Engine time that a stream needs."""
+    """Engine time required by a stream."""
 
     period_s: float
     """Seconds between two consecutive chunks of the stream."""
     chunk_s: float
-    """Duration in seconds of one chunk that runs alone; 0 if unknown."""
+    """Duration in seconds of one chunk that runs by itself; 0 if unknown."""
 
 
 def refuses(demands: Sequence[StreamDemand], new: StreamDemand) -> str | None:
     """Check whether a new stream can be sustained in addition to the live streams.
 
     Returns:
-        The reason why the new stream cannot be sustained. None if the stream can be sustained or
-        the duration of its chunks is unknown.
+        The reason why the new stream cannot be sustained. None if it can be sustained or the
+        duration of its chunks is unknown.
     """
     if new.chunk_s <= 0.0:
         return None
@@ -231,8 +233,8 @@ def choose_level(
     """Choose the degradation level of a chunk that is about to start: the best quality that meets
     its deadline.
 
-    A level with better quality than the last chunk must meet the deadline with a margin of a tenth
-    of `period_s`, so that a stream does not alternate between two levels. If no level meets the
+    A level with better quality than the last chunk's level must meet the deadline with a margin of
+    a tenth of `period_s`, so a stream does not alternate between two levels. If no level meets the
     deadline, the last (cheapest) level is chosen.
 
     Args:

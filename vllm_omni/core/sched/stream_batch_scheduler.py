@@ -1,28 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """`StreamBatchScheduler`: runs one denoise step of each request in a batch per engine step.
 
-The requests of a batch may be at different denoise steps. In stock vLLM, a pooling request computes
-its tokens once, and the first output finishes the request. This scheduler therefore marks the
-single token of an unfinished request as not computed after each step, so that the request is
-scheduled again: one token is one micro-step. The scheduler differs from vLLM's only as follows:
+The requests in a batch may be at different denoise steps. Stock vLLM computes a pooling request's
+tokens once, and the first output finishes the request. After each step, this scheduler therefore
+marks the only token of an unfinished request as not computed, so the request is scheduled again:
+one token is one micro-step. The scheduler differs from vLLM's only in the following ways:
 
 - A request never has two micro-steps in flight, because its token is reset only when the output of
   the micro-step arrives.
-- Chunks of a session run in order of their chunk index, and in order of arrival if their indices
-  are equal. By default, a chunk starts after its predecessor has been committed. With
-  `omni.chunks_in_flight`, several chunks are in flight, each `StepOutput.lag_steps` steps behind
-  its predecessor.
+- Chunks of a session run in chunk index order, and in order of arrival if their indices are equal.
+  By default, a chunk starts after its predecessor has been committed. With `omni.chunks_in_flight`,
+  several chunks are in flight, each `StepOutput.lag_steps` steps behind its predecessor.
 - A session's next chunk may start while the result of its last chunk is still being decoded or
   copied (`StepOutput.denoised`).
 - The number of requests in a batch exceeds neither `omni.max_requests_per_step` nor
   `--max-num-batched-tokens`. Requests that only deliver a result do not count towards these limits.
 - With pipeline parallelism, the live requests are distributed over as many batches as there are
   stages.
-- With `omni.scheduling` "deadline", `policy.py` chooses the batch, refuses streams and sets the
-  degradation level of each chunk. Step costs are measured while serving (`cost_model.py`).
+- If `omni.scheduling` is "deadline", `policy.py` chooses the batch, refuses streams and sets each
+  chunk's degradation level. Step costs are measured while serving (`cost_model.py`).
 
-`streams.py` keeps the state of each stream. This module identifies requests and sessions only by
-id.
+`streams.py` keeps each stream's state. This module identifies requests and sessions only by id.
 """
 
 import math
@@ -47,7 +45,8 @@ from vllm_omni.runtime.processes import end_with_parent
 
 _PATIENCE_S = 0.5
 """Longest time in seconds for which requests without a deadline wait before one of them runs a
-step."""
+step.
+"""
 
 _NOT_NOW = 1 << 62
 """Value of `next_decode_eligible_step` that makes vLLM's scheduler leave a running request out of
@@ -58,12 +57,12 @@ the batch.
 class StreamBatchScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Called here because, with the `mp` executor, no other code of this package runs in the
-        # engine core's process.
+        # Called here because no other code of this package runs in the engine core's process if the
+        # `mp` executor is used.
         end_with_parent()
         omni = OmniConfig.from_additional_config(self.vllm_config.additional_config)
-        # One token is one micro-step, so vLLM's limit on tokens per step also limits the requests
-        # per step.
+        # One token is one micro-step, so vLLM's limit on tokens per step also limits the number of
+        # requests per step.
         self._max_requests_per_step = min(omni.max_requests_per_step, self.max_num_scheduled_tokens)
         self._num_stages = self.parallel_config.pipeline_parallel_size
         self._streams = ScheduledStreams(
@@ -71,10 +70,12 @@ class StreamBatchScheduler(Scheduler):
         )
         self._holds_back = omni.chunks_in_flight > 1
         self._delivering: set[str] = set()
-        """Requests whose chunk is denoised and whose result is still being decoded or copied."""
+        """Requests whose chunks have been denoised and whose results are still being decoded or
+        copied.
+        """
         self._without_params: set[str] = set()
-        """Requests to vLLM's own `/pooling` route. Such requests fail with an error, because this
-        route sends no `DiffusionParams`.
+        """Requests to vLLM's own `/pooling` route. They fail with an error, because this route
+        sends no `DiffusionParams`.
         """
         self._by_deadline = omni.scheduling == "deadline"
         self._degradations = omni.degradations
@@ -83,12 +84,13 @@ class StreamBatchScheduler(Scheduler):
         self._in_flight: set[str] = set()
         self._chosen: set[str] = set()
         self._launched: dict[int, tuple[float, list[tuple[LiveRequest, bool]]]] = {}
-        """Batches in flight, by the id of their `SchedulerOutput`. The value is the time at which
-        the batch was formed, and a pair (request, whether this is its first step) per request.
+        """Batches in flight, by the id of their `SchedulerOutput`. Each value holds the time at
+        which the batch was formed, and one pair (request, whether this is its first step) per
+        request.
         """
         self._last_end_s = 0.0
         self._unmeasured: tuple[float, float, float, list[float]] | None = None
-        """Sizes of the last batch, whose device time arrives with the next result."""
+        """Sizes of the last batch. The batch's device time arrives with the next result."""
         self._device_free_s = 0.0
         """Time at which the device is predicted to become idle."""
 
@@ -140,7 +142,7 @@ class StreamBatchScheduler(Scheduler):
         return output
 
     def _choose(self, now_s: float, max_requests: int) -> None:
-        """Choose the next batch, and prepare vLLM's scheduler to schedule exactly the requests of
+        """Choose the next batch, and prepare vLLM's scheduler to schedule exactly the requests in
         this batch.
         """
         live = self._streams.runnable(self._in_flight)
@@ -213,16 +215,16 @@ class StreamBatchScheduler(Scheduler):
     def _measure(
         self, scheduler_output: SchedulerOutput, step: StepOutput | None, now_s: float
     ) -> None:
-        """Report the duration of a batch to the cost model.
+        """Report a batch's duration to the cost model.
 
-        If the device time of the previous batch is known (`StepOutput.before_s`), that batch is
+        If the previous batch's device time is known (`StepOutput.before_s`), that batch is
         reported. Otherwise, the current batch is reported with its duration on the host clock,
-        unless the device is still running this batch. Batches run back to back on the device, so
-        the duration is counted from the end of the previous batch.
+        unless the device is still running it. Batches run back to back on the device, so the
+        duration is counted from the end of the previous batch.
 
-        The host clock cannot be used if the host runs ahead of the device, because a result then
-        arrives when the previous step has ended: the start of a chunk would seem to be free, and
-        its end would seem to take an additional step.
+        The host clock cannot be used if the host runs ahead of the device. A result then arrives
+        when the previous step has ended, so the start of a chunk would seem to be free, and its end
+        would seem to take an additional step.
         """
         formed_s, batch = self._launched.pop(id(scheduler_output), (now_s, []))
         going_on = step.progress if step is not None else self.requests
@@ -252,8 +254,8 @@ class StreamBatchScheduler(Scheduler):
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """Return whether a waiting request may start.
 
-        With the deadline policy, the request must be in the chosen batch; otherwise it must be the
-        next request of its session. This method overrides a hook of vLLM's scheduler.
+        With the deadline policy, the request must be in the chosen batch. Without this policy, it
+        must be the next request in its session. This method overrides a hook of vLLM's scheduler.
         """
         if not super()._handle_blocked_waiting_request(request):
             return False
@@ -269,7 +271,7 @@ class StreamBatchScheduler(Scheduler):
 
 
 def _hide_errors(request_ids: set[str], outputs: dict[int, EngineCoreOutputs]) -> None:
-    """Convert the errors of the given requests to data that `/pooling` cannot encode. `/pooling`
+    """Replace the errors of the given requests with data that `/pooling` cannot encode. `/pooling`
     then returns status 500; otherwise it would return the bytes of the error with status 200.
     """
     for engine_outputs in outputs.values():

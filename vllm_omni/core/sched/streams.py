@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ScheduledStreams`: the scheduling state of requests and of their streams (sessions).
+"""`ScheduledStreams`: the scheduling state of requests and their streams (sessions).
 
 `ScheduledStreams` tracks the order of requests in each session, their due times and remaining
 steps, the steps and sizes of each session's earlier chunks, and the engine time that live streams
-need. `ScheduledStreams` converts this state to inputs of `policy.py`. The only decision that
-`ScheduledStreams` makes itself is the order of requests in a session.
+need. It converts this state to inputs for `policy.py`. The only decision that it makes itself is
+the order of requests in a session.
 
-Requests of a session run in the order of their chunk index, and `ChunkOrder` determines how many of
-them may be in flight at once. `reset`, `close` and `fork` wait until no chunk is in flight. Steps
-in flight count as finished, because batches reach every pipeline stage in the order in which they
-were formed. This module identifies requests and sessions only by id and does not depend on vLLM.
+Requests of a session run in chunk index order, and `ChunkOrder` determines how many of them may be
+in flight at once. `reset`, `close` and `fork` wait until no chunk is in flight. Steps in flight
+count as finished, because batches reach every pipeline stage in the order in which they were
+formed. This module identifies requests and sessions only by id and does not depend on vLLM.
 """
 
 import math
@@ -30,19 +30,19 @@ from vllm_omni.core.step_protocol import ChunkOrder, ChunkProgress, turn
 
 _REMEMBERED = 4096
 _LIVE_PERIODS = 3.0
-"""Number of periods without a request after which a stream no longer counts as live, until its next
-request arrives.
+"""Number of periods without a request after which a stream no longer counts as live. It counts as
+live again once its next request arrives.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFields:
-    """Fields of a request that affect scheduling."""
+    """Request fields that affect scheduling."""
 
     session_id: str
     """Id of the request's session."""
     chunk_index: float
-    """Index of the chunk; infinite if the request has no chunk index."""
+    """Chunk index; infinite if the request has none."""
     is_chunk: bool = True
     """Whether the request generates a chunk. False for `reset`, `close` and `fork`."""
     deadline_s: float | None = None
@@ -58,9 +58,9 @@ class RequestFields:
     ) -> "RequestFields":
         """Read the fields from `PoolingParams.extra_kwargs`.
 
-        A malformed request is treated as a separate session, because the runner will refuse it
-        anyway. A request without a chunk index runs after all requests of its session that have
-        one. Requests without a chunk index run in order of arrival.
+        A malformed request, which the runner will refuse anyway, is assigned to a session of its
+        own. A request without a chunk index runs after all requests in its session that have one.
+        Requests without a chunk index run in order of arrival.
         """
         fields = extra_kwargs.get("omni") if extra_kwargs else None
         if not isinstance(fields, dict):
@@ -87,13 +87,13 @@ class ScheduledStream:
     waiting: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Sort keys of the requests with remaining steps, by request id."""
     started: list[str] = field(default_factory=list)
-    """Requests of `waiting` that have been in a batch, in the order of their first batch."""
+    """Requests in `waiting` that have been in a batch, in the order of their first batch."""
     next: str | None = None
-    """First request of `waiting`, by sort key, that has not started."""
+    """First request in `waiting`, by sort key, that has not started."""
     established: bool = False
     """Whether the session has a committed chunk."""
     steps: dict[int, int] = field(default_factory=dict)
-    """Last observed number of steps of a chunk, by degradation level."""
+    """Last observed number of steps per chunk, by degradation level."""
     size: float | None = None
     """Last observed size of a chunk; None if no chunk has been observed."""
     level: int = 0
@@ -101,8 +101,9 @@ class ScheduledStream:
     period_s: float | None = None
     """Seconds between two consecutive chunks; None if unknown."""
     last_used_s: float = 0.0
-    """Time at which the last request of the session ended. The value is not used while requests are
-    waiting."""
+    """Time at which the session's last request ended. The value is not used while requests are
+    waiting.
+    """
 
 
 @dataclass(slots=True, eq=False)
@@ -110,41 +111,41 @@ class _Entry:
     """A request with remaining steps."""
 
     fields: RequestFields
-    """Fields of the request that affect scheduling."""
+    """The request's fields that affect scheduling."""
     stream: ScheduledStream
     """Scheduling state of the request's session."""
     live: LiveRequest
-    """The request as an input of `policy.py`."""
+    """The request as an input to `policy.py`."""
 
 
 class ScheduledStreams:
-    """All requests with remaining steps.
+    """Scheduling state of all requests with remaining steps, and of their streams.
 
     Args:
         patience_s: Longest time in seconds for which requests without a deadline wait before one of
             them runs a step, even if other requests are late.
         num_levels: Number of quality levels, including full quality.
-        chunks_in_flight: Maximum number of chunks of a session in flight; see `OmniConfig`.
+        chunks_in_flight: Maximum number of chunks in flight per session; see `OmniConfig`.
     """
 
     def __init__(self, patience_s: float, num_levels: int = 1, chunks_in_flight: int = 1) -> None:
         self.order = ChunkOrder(chunks_in_flight)
         self._patience_s = patience_s
         self._patient: set[str] = set()
-        """Ids of the requests for chunks without a deadline."""
+        """Ids of requests for chunks without a deadline."""
         self._patient_step_s = 0.0
         """Time at which a request without a deadline last ran a step, or at which such a request
-        arrived while no other was in the scheduler, whichever is later.
+        arrived while no other one was in the scheduler, whichever is later.
         """
         self._num_levels = num_levels
         self._entries: dict[str, _Entry] = {}
         self._streams: OrderedDict[str, ScheduledStream] = OrderedDict()
         self._active: dict[str, ScheduledStream] = {}
-        """The streams of `_streams` that have requests with remaining steps."""
+        """The streams in `_streams` that have requests with remaining steps."""
         self._num_arrivals = 0
         self._typical = ScheduledStream()
-        """Steps and size of the chunk that was observed last in any stream. Streams in which no
-        chunk has been observed use these values as an estimate.
+        """Number of steps and size of the most recently observed chunk in any stream. Streams in
+        which no chunk has been observed use these values as estimates.
         """
 
     def __len__(self) -> int:
@@ -169,7 +170,8 @@ class ScheduledStreams:
         steps, size = (
             (self._steps(stream, level), self._size(stream)) if fields.is_chunk else (1, 0.0)
         )
-        # Session operations cost nothing and free memory, so they are due immediately.
+        # Session operations cost nothing, and most of them free memory, so they are due
+        # immediately.
         due_at_s = now_s if fields.deadline_s is None else now_s + fields.deadline_s
         live = LiveRequest(
             request_id,
@@ -195,7 +197,7 @@ class ScheduledStreams:
 
         Args:
             request_id: Id of the request.
-            progress: Progress of the request; None if its worker does not report progress.
+            progress: The request's progress; None if its worker does not report progress.
             now_s: Time at which the step ended.
         """
         entry = self._entries.get(request_id)
@@ -279,8 +281,8 @@ class ScheduledStreams:
             step, ahead = entry.live.step, ahead[: entry.stream.started.index(request_id)]
         elif entry.stream.next != request_id:
             return False
-        # Session operations run alone. So does chunk 0, because there is no session to continue
-        # until it has been committed.
+        # Session operations run alone. Chunk 0 also runs alone, because later chunks have nothing
+        # to continue until it has been committed.
         alone = any(
             not other.fields.is_chunk or other.fields.chunk_index == 0 for other in (*ahead, entry)
         )
@@ -291,7 +293,7 @@ class ScheduledStreams:
         """Return the requests that may run a step, except those in `busy`.
 
         Chunks without a deadline get due times at intervals of `patience_s`. Chunks that have
-        started are due first; within each group, chunks are sorted by order of arrival.
+        started are due first. Within each group, chunks are sorted by order of arrival.
         """
         live = []
         for stream in self._active.values():
@@ -320,7 +322,7 @@ class ScheduledStreams:
     def mark_stepped(self, request_id: str) -> None:
         """Record that a request is in a batch. Unknown ids are ignored.
 
-        Later requests of the same session cannot overtake a request that has been in a batch.
+        Later requests in the same session cannot overtake a request that has been in a batch.
         """
         entry = self._entries.get(request_id)
         if entry is not None:
@@ -328,11 +330,11 @@ class ScheduledStreams:
             entry.live.step += 1
 
     def _steps(self, stream: ScheduledStream, level: int) -> int:
-        """Return the estimated number of steps of a chunk at a degradation level.
+        """Return the estimated number of steps for a chunk at a degradation level.
 
-        The estimate is the number last observed at this level, or at a better level if none was
-        observed at this level. Observations of this stream take precedence over those of other
-        streams. Without any observation, the estimate is 1.
+        The estimate is the number last observed at this level, or at a better level if this level
+        has not been observed. Observations of this stream take precedence over those of other
+        streams. If there are no observations, the estimate is 1.
         """
         for known in (stream, self._typical):
             for candidate in range(level, -1, -1):
@@ -341,8 +343,8 @@ class ScheduledStreams:
         return 1
 
     def _size(self, stream: ScheduledStream) -> float:
-        """Return the estimated size of a chunk: the size last observed in its stream, or in any
-        stream if its stream has no observation. Without any observation, the estimate is 1.
+        """Return a chunk's estimated size: the size last observed in its stream, or in any stream
+        if its stream has no observations. If there are no observations, the estimate is 1.
         """
         return stream.size or self._typical.size or 1.0
 
@@ -352,8 +354,8 @@ class ScheduledStreams:
         """Check whether the stream that a request would start can be sustained.
 
         Returns:
-            The reason why the new stream cannot be sustained. None if the stream can be sustained,
-            or if the request does not start a new stream with a known period.
+            The reason why the new stream cannot be sustained. None if it can be sustained, or if
+            the request does not start a new stream with a known period.
         """
         named_later = 0 < fields.chunk_index < math.inf
         if (
@@ -385,7 +387,8 @@ class ScheduledStreams:
         self, request_id: str, now_s: float, live: Sequence[LiveRequest], costs: StepCosts
     ) -> int:
         """Choose the degradation level of a chunk that is about to run its first step, and store it
-        in the chunk's request and stream."""
+        in the chunk's request and stream.
+        """
         entry = self._entries[request_id]
         stream, request = entry.stream, entry.live
         if self._num_levels == 1 or not entry.fields.is_chunk or not request.has_deadline:

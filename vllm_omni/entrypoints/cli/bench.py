@@ -7,9 +7,9 @@
         vllm-omni bench compare A.json B.json    compare two results
         vllm-omni bench --check                  repeat recorded benchmarks on this machine
 
-Benchmark scripts come from the checkout that contains the package or the working directory. Without
-a checkout, the scripts come from the wheel. A script that imports other code from the repository,
-such as the training code, works only in a checkout.
+Benchmark scripts come from the checkout that contains the package or the working directory. If
+there is no checkout, they come from the wheel. Scripts that import other code from the repository,
+such as the training code, work only in a checkout.
 """
 
 import argparse
@@ -30,11 +30,11 @@ from vllm_omni.entrypoints.cli.parsers import add_command
 
 _CHECKOUT = Path(__file__).resolve().parents[3]
 _INSTALLED = Path(sysconfig.get_path("data")) / "share" / "vllm-worlds" / "benchmarks"
-"""Directory where the wheel installs the benchmarks (`data-files` in pyproject.toml)."""
+"""Directory to which the wheel installs the benchmarks (`data-files` in pyproject.toml)."""
 _LOWER_IS_BETTER = ("_ms", "_s", "overhead", "_bytes", "bytes")
 _HIGHER_IS_BETTER = ("fps", "_per_s", "per_second", "sessions")
 _ABOUT = ("date", "command", "hardware", "versions", "fast_paths")
-"""Keys that describe how a result was measured. The comparison lists these keys separately from the
+"""Keys that describe how a result was measured. The comparison lists them separately from the
 metrics.
 """
 
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_for_json(command: list[str]) -> int:
-    """Run a benchmark with its output on stderr, and print its result file on stdout."""
+    """Run a benchmark with its output on stderr, and print its result file to stdout."""
     with tempfile.TemporaryDirectory() as out:
         status = subprocess.run([*command, "--out", out], stdout=sys.stderr, check=False).returncode
         results = sorted(Path(out).glob("*.json"))
@@ -142,7 +142,7 @@ def _scripts(folder: Path) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class MetricChange:
-    """A metric that occurs in two results."""
+    """A metric that both results contain."""
 
     name: str
     """Dotted name of the metric."""
@@ -151,8 +151,8 @@ class MetricChange:
     after: float
     """Value in the second result."""
     worse: bool | None
-    """Whether the second value is worse. None: the name does not show whether lower or higher is
-    better.
+    """Whether the second value is worse. None: the name does not indicate whether lower or higher
+    is better.
     """
 
     @property
@@ -209,8 +209,8 @@ def _compare(arguments: list[str], as_json: bool, threshold: float | None) -> in
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[MetricChange], list[str]]:
-    """Return the metrics that occur in both results, in order, and the names of the metrics that
-    occur in only one.
+    """Return the metrics that both results contain, in order, and the names of the metrics that
+    only one result contains.
     """
     old, new = dict(_numbers(before)), dict(_numbers(after))
     changes = [
@@ -230,7 +230,7 @@ def _numbers(document: dict[str, Any]) -> Iterator[tuple[str, float]]:
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, float]]:
     """Yield the dotted name and the value of every number nested in `value`.
 
-    The name of a table row is built from the string values in that row.
+    A table row's name is built from the string values in that row.
     """
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -250,8 +250,9 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, float]]:
 def _worse(name: str, before: float, after: float) -> bool | None:
     """Return whether a metric is worse in the second result.
 
-    The last component of the dotted name that has a known direction determines whether lower or
-    higher is better. For example, `wall_ms.p50` is a time, so lower is better.
+    The components of the dotted name are checked from last to first. The first one that is known
+    decides whether lower or higher is better. For example, `wall_ms.p50` is a time, so lower is
+    better.
     """
     if before == after:
         return False

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-omni bench --check`: repeat recorded benchmarks on this machine and compare the results.
 
-The recorded results and the benchmarks are part of the package, so an installation can be checked
+The package includes the recorded results and the benchmarks, so an installation can be checked
 without a checkout of the repository.
 """
 
@@ -37,14 +37,14 @@ def run(folder: Path, names: Sequence[str], as_json: bool) -> int:
     """Repeat recorded benchmarks on this machine, and print a comparison with the recorded results.
 
     Args:
-        folder: Folder with the benchmarks.
-        names: Names of the recorded results to repeat. If `names` is empty, one result is repeated
-            for each benchmark that fits this machine.
+        folder: Folder that contains the benchmarks.
+        names: Names of the recorded results to repeat. If empty, one result is repeated for each
+            benchmark that fits this machine.
         as_json: Whether to print only a JSON list.
 
     Returns:
-        1 if a benchmark failed, or if it was slower than the result recorded on the same hardware
-        by more than the tolerance; otherwise 0.
+        1 if a benchmark failed or was slower, by more than the tolerance, than the result recorded
+        on the same hardware; otherwise 0.
 
     Raises:
         CommandError: No recorded result fits this machine, or a name is unknown.
@@ -77,7 +77,7 @@ def run(folder: Path, names: Sequence[str], as_json: bool) -> int:
 
 
 def describe(row: Baseline, found: Comparison) -> str:
-    """Return the printed lines that compare one repeated benchmark with its recorded result."""
+    """Return the output lines that compare one repeated benchmark with its recorded result."""
     card = "same hardware" if found.same_hardware else "other hardware"
     share = f"{100 * found.tolerance:.0f} %"
     verdict = {
@@ -96,9 +96,7 @@ def describe(row: Baseline, found: Comparison) -> str:
 
 
 def _repeat(folder: Path, row: Baseline) -> dict[str, Any] | None:
-    """Run the benchmark of a recorded result. If the benchmark fails, print a message and return
-    None.
-    """
+    """Run the benchmark for a recorded result. If it fails, print a message and return None."""
     check = row.check
     assert check is not None
     with tempfile.TemporaryDirectory() as out:

@@ -2,10 +2,10 @@
 """`vllm-omni demo`: serve a world, walk through it over its WebSocket, and write a video.
 
 The command starts `vllm serve ... --omni` as a child process, streams a walk chunk by chunk, and
-writes `demo.mp4` and `demo.png`. The server then keeps running until Ctrl-C, unless `--once` is
-given. By default, the demo serves the trained world of this package and follows the tour in its
-world description. The demo succeeds only if frames arrive, the video contains all of them, and they
-are not all identical.
+writes `demo.mp4` and `demo.png`. Without `--once`, the server then keeps running until Ctrl-C. By
+default, the demo serves this package's trained world and follows the tour in its world description.
+The demo succeeds only if frames arrive, the video contains all of them, and they are not all
+identical.
 """
 
 import argparse
@@ -46,11 +46,11 @@ _EXCEPTION = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|error): \S.*")
 _STOP_S = 20.0
 _CHUNK_TIMEOUT_S = 300.0
 _TURNS = ("", "", "l", "l", "", "", "j", "j")
-"""Keys held in addition to `w` in each latent frame, repeated cyclically, in a world without a
-tour.
+"""For a world without a tour, the keys held in addition to `w` in each latent frame, repeated
+cyclically.
 """
 _SIZE = (160, 96)
-"""Width and height of the frames in pixels for a world without a world description."""
+"""Width and height of the frames in pixels, for a world without a world description."""
 PROMPT = "A path through green hills towards the evening sun"
 _CHUNKS = 5
 
@@ -125,7 +125,7 @@ def repair_installation() -> None:
     build.
 
     Raises:
-        CommandError: The installation still has a fault that the user must repair.
+        CommandError: The installation still has a fault, which the user must repair.
     """
     if check_vllm().status == "ok":
         return
@@ -140,7 +140,7 @@ def find_world(model: Path | None) -> "tuple[Path, WorldDescription | None]":
     """Return the checkpoint directory to serve, and its world description if it has one.
 
     Args:
-        model: Checkpoint directory. None: the trained world of this package.
+        model: Checkpoint directory. None: this package's trained world.
 
     Raises:
         CommandError: The checkpoint does not exist.
@@ -167,11 +167,11 @@ class ServerProcess:
     port: int
     """Port of the server."""
     log: Path
-    """File that receives the output of the server."""
+    """File that receives the server's output."""
 
     def excerpt(self) -> str:
-        """Return the exceptions that any process has logged, or the last lines of the log if there
-        are none.
+        """Return the exceptions logged by any process, or the last lines of the log if there are
+        none.
         """
         lines = self.log.read_text(errors="replace").splitlines()
         serious = [line for line in lines if " WARNING " not in line and " INFO " not in line]
@@ -211,9 +211,9 @@ def server(
         port: Port of the server.
         height: Height of the frames in pixels. None: the model's default height.
         width: Width of the frames in pixels. None: the model's default width.
-        log: File that receives the output of the server.
+        log: File that receives the server's output.
         model_options: Value of `omni.model`.
-        extra: Further arguments of `vllm serve`.
+        extra: Additional arguments for `vllm serve`.
     """
     command = [*serve_command(model, port, height, width, model_options), *extra]
     env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ}
@@ -241,7 +241,7 @@ def serve_command(
     width: int | None,
     model_options: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Return the documented `vllm serve` command, run with the `vllm` of this Python
+    """Return the documented `vllm serve` command, run with the `vllm` executable from this Python
     environment.
     """
     vllm = Path(sys.executable).with_name("vllm")
@@ -266,7 +266,8 @@ def wait_until_healthy(process: ServerProcess, timeout_s: float) -> None:
     """Wait until `/health` returns 200.
 
     Raises:
-        CommandError: The server exits or does not start in time. An excerpt of its log is printed.
+        CommandError: The server exits or does not start in time. An excerpt from its log is
+            printed.
     """
     url = f"http://{_HOST}:{process.port}/health"
     started_s = time.monotonic()
@@ -282,7 +283,7 @@ def wait_until_healthy(process: ServerProcess, timeout_s: float) -> None:
 
 
 def is_healthy(url: str) -> bool:
-    """Return whether an HTTP GET returns 200."""
+    """Return whether an HTTP GET request returns status 200."""
     try:
         with open_loopback(url, timeout_s=5) as response:
             return int(response.status) == 200
@@ -291,7 +292,7 @@ def is_healthy(url: str) -> bool:
 
 
 def interrupt_on_signals() -> None:
-    """Treat SIGTERM and SIGHUP like Ctrl-C, so the server also stops when the terminal is
+    """Handle SIGTERM and SIGHUP like Ctrl-C, so the server also stops when the terminal is
     closed.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -312,7 +313,7 @@ def wait_for_interrupt(process: ServerProcess) -> None:
 
 
 def free_port(wanted: int) -> int:
-    """Return `wanted` if it is free on the loopback address, else any free port."""
+    """Return `wanted` if it is free on the loopback address, otherwise any free port."""
     for port in (wanted, 0):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -330,7 +331,7 @@ class ReceivedChunk:
     """A chunk that the demo has received."""
 
     frames: "np.ndarray"
-    """Decoded frames of the chunk, `[T, H, W, 3]`."""
+    """Decoded frames of the chunk. Shape: `[T, H, W, 3]`."""
     wall_s: float
     """Time in seconds from sending the request to receiving the last byte."""
     wire_bytes: int
@@ -341,12 +342,12 @@ class ReceivedChunk:
 
 @dataclass(frozen=True)
 class DemoWalk:
-    """Inputs of the demo's walk."""
+    """Inputs for the demo's walk."""
 
     image: bytes
-    """Content of the start image file."""
+    """Contents of the start image file."""
     prompts: dict[int, str]
-    """Prompts, keyed by the latent frame at which each one takes effect."""
+    """Prompts, by the latent frame at which each one takes effect."""
     keys: list[list[str]] | None = None
     """Keys held in each latent frame. None: walk forward indefinitely."""
     seed: int = 7
@@ -359,8 +360,8 @@ class DemoWalk:
         return [["w", *_TURNS[frame % len(_TURNS)]] for frame in latent_frames]
 
     def prompt(self, latent_frames: range) -> str | None:
-        """Return the prompt that takes effect in a range of latent frames, or None if no new prompt
-        does.
+        """Return the prompt that takes effect in a range of latent frames, or None if there is
+        none.
         """
         return next((text for frame, text in self.prompts.items() if frame in latent_frames), None)
 
@@ -395,19 +396,19 @@ def stream_walk(
     """Walk through the world chunk by chunk, and print a line for each chunk.
 
     Args:
-        url: URL of the WebSocket.
-        walk: Inputs of the walk.
+        url: WebSocket URL.
+        walk: Inputs for the walk.
         height: Height of the frames in pixels.
         width: Width of the frames in pixels.
         num_chunks: Number of chunks. None: the whole walk.
-        started_s: Monotonic time at which the command started, to print the time to the first
-            frame.
+        started_s: Monotonic time at which the command started. The time to the first frame is
+            printed relative to it.
 
     Returns:
         The received chunks.
 
     Raises:
-        CommandError: The stream failed, or a chunk has an unexpected number of frames.
+        CommandError: The stream failed, or a chunk had an unexpected number of frames.
     """
     import msgspec
     from websockets.exceptions import WebSocketException
@@ -502,7 +503,7 @@ def _binary(message: str | bytes) -> bytes:
 
 
 def describe_chunk(index: int, chunk: ReceivedChunk) -> str:
-    """Return one line that states a chunk's frames, time, rate, size and the server's stage
+    """Return one line with a chunk's frame count, time, rate and size, and the server's stage
     times.
     """
     count = len(chunk.frames)
@@ -532,7 +533,7 @@ def write_files(chunks: Sequence[ReceivedChunk], out: Path, fps: float = 16) -> 
     """Write `demo.mp4` and `demo.png`, then read the video back.
 
     Raises:
-        CommandError: The file has an unexpected number of frames, or all its frames are equal.
+        CommandError: The video has an unexpected number of frames, or all its frames are identical.
     """
     import numpy as np
 

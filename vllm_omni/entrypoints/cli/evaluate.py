@@ -126,7 +126,8 @@ def run(args: argparse.Namespace) -> int:
     from vllm_omni.evaluation.report import measure_run
     from vllm_omni.evaluation.run_folder import RunFolder
 
-    # Frames are so small that a second thread makes measuring many times slower on a busy machine.
+    # The frames are so small that a second thread would make measuring many times slower on a busy
+    # machine.
     torch.set_num_threads(1)
     options = _options(args)
     if args.reference is not None and not args.reference.is_dir():
@@ -149,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> "RunOptions":
-    """Return the options of a run.
+    """Return the options for a run.
 
     Raises:
         CommandError: An option is invalid or a file cannot be read.
@@ -196,7 +197,7 @@ def _options(args: argparse.Namespace) -> "RunOptions":
 
 
 def _image_file(path: Path) -> bytes:
-    """Convert an image file to PNG, with the pixels as image viewers display them."""
+    """Convert an image file to PNG, with the pixels that image viewers display."""
     import io
 
     from PIL import Image
@@ -247,7 +248,7 @@ def _checked_model(model: str | None) -> str:
 
 @contextmanager
 def _server(args: argparse.Namespace, model: str | None) -> "Iterator[EvaluatedServer]":
-    """Yield the server that the user named, or start a server for the duration of the `with`
+    """Yield the server that the user named, or run a new server for the duration of the `with`
     block.
     """
     from vllm_omni.evaluation.client import EvaluatedServer
@@ -268,7 +269,7 @@ def _server(args: argparse.Namespace, model: str | None) -> "Iterator[EvaluatedS
 
 
 def _replayed(args: argparse.Namespace) -> "RunFolder":
-    """Replay the recordings, and return the folder that contains the results."""
+    """Replay the recordings and return the folder that contains the results."""
     from vllm_omni.evaluation.recorded import recorded_controls
     from vllm_omni.evaluation.run_folder import RunFolder
     from vllm_omni.session_files.recording import committed_chunks, read_recording

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm-omni` command, which stock vLLM also calls if `--omni` is one of its arguments.
+"""The `vllm-omni` command, which stock vLLM also calls if its arguments include `--omni`.
 
 Each subcommand is a module that imports heavy modules only when it runs, so `vllm-omni --version`
 and `--help` import neither torch nor vLLM (tests/entrypoints/cli/test_main.py).
@@ -31,8 +31,8 @@ _SUBCOMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command and exit: status 0 for success, 1 for a negative result, 2 for
-    invalid input.
+    """Run one command and exit with status 0 for success, 1 for a negative result, or 2 for invalid
+    input.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:

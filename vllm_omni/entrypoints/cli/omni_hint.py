@@ -2,7 +2,7 @@
 """A hint for `vllm serve my_world` without `--omni`, which fails with a traceback in stock vLLM.
 
 vLLM calls `register()` before it reads the model directory. The hint is printed when the process
-exits because users would overlook a line above the traceback.
+exits, because users would overlook a line above the traceback.
 """
 
 import atexit
@@ -49,7 +49,7 @@ def missing_omni(argv: Sequence[str]) -> str | None:
 
 
 def _is_stock(path: Path) -> bool:
-    """Return whether `config.json` names an architecture that this package does not register."""
+    """Return whether `config.json` names architectures, none of which this package registers."""
     from vllm_omni.model_executor.models.registry import ARCHITECTURES
 
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Create parsers of subcommands, each with a summary, a description and examples for `--help`.
+"""Create subcommand parsers, each with a summary, a description and examples for `--help`.
 
 The lists of models in `--help` come from the model registry, which imports neither torch nor vLLM.
 """
@@ -20,12 +20,12 @@ def add_command(
     Args:
         subparsers: Subparsers of the `vllm-omni` parser.
         name: Name of the subcommand.
-        summary: One line for the list of commands.
+        summary: One-line summary for the list of commands.
         description: Paragraphs that `--help` prints after the usage, separated by empty lines.
         examples: Complete command lines.
 
     Returns:
-        The parser, to which the module adds its arguments.
+        The parser, to which the subcommand's module adds its arguments.
     """
     paragraphs = [
         textwrap.fill(" ".join(text.split()), _WIDTH) for text in description.split("\n\n")
@@ -41,14 +41,14 @@ def add_command(
 
 
 def family_list() -> str:
-    """Return the names of the model families for `--help`."""
+    """Return the model family names for `--help`."""
     from vllm_omni.model_executor.models.registry import family_names
 
     return ", ".join(family_names())
 
 
 def download_list() -> str:
-    """Return the names that `vllm-omni download` accepts for `--help`."""
+    """Return, for `--help`, the names that `vllm-omni download` accepts."""
     from vllm_omni.model_executor.checkpoint.hub import hub_source
     from vllm_omni.model_executor.models.registry import known_names
 

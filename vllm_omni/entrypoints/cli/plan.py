@@ -139,8 +139,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sized(changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of `vllm-omni plan` that every model supports. `plan all` ignores all
-    other settings.
+    """Return the `vllm-omni plan` settings that every model supports. `plan all` ignores all other
+    settings.
 
     `plan all` prints one row for each precision and device of the text encoder.
     """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-omni rebalance`: move sessions between the servers of a fleet.
 
-The command loops over `GET /omni/ready`, `GET /omni/sessions` and
-`POST /omni/sessions/{name}/migrate`. The command is stateless, so it can be stopped and restarted
-at any time.
+The command repeatedly calls `GET /omni/ready`, `GET /omni/sessions` and
+`POST /omni/sessions/{name}/migrate`. It is stateless, so it can be stopped and restarted at any
+time.
 """
 
 import argparse
@@ -67,7 +67,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: Any) -> int:
-    """Move sessions until interrupted, or with `--once` until no moves are left.
+    """Move sessions until interrupted. With `--once`, return 0 as soon as no moves are left, or 1
+    as soon as a move fails.
 
     Raises:
         CommandError: The file or an option is invalid.
@@ -109,15 +110,15 @@ def _move(fleet: "Mapping[str, _Server]", move: "PlannedMove") -> bool:
 
 
 class _Server:
-    """Client for the operator routes of one server."""
+    """Client for one server's operator routes."""
 
     def __init__(self, name: str, url: str, key: str) -> None:
         self._name, self._url = name, url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
 
     def load(self) -> "ServerLoad | None":
-        """Return the sessions of the server, or None if the server is down, is stopping or refuses
-        the key.
+        """Return the server's sessions, or None if the server is down, is stopping or refuses the
+        key.
         """
         from vllm_omni.entrypoints.fleet.balance import MovableSession, ServerLoad
 
@@ -135,8 +136,8 @@ class _Server:
         return ServerLoad(self._name, int(ready["max_sessions"]), tuple(sessions))
 
     def migrate(self, move: "PlannedMove") -> str | None:
-        """Ask the server to move a session. Return None, or the reason why the session was not
-        moved.
+        """Request that the server move a session. Return None, or the reason why the session was
+        not moved.
         """
         body = {"to": move.target, "principal": move.session.principal}
         path = f"/omni/sessions/{quote(move.session.name, safe='')}/migrate"
@@ -148,7 +149,7 @@ class _Server:
     ) -> tuple[int, dict[str, Any]]:
         data = None if body is None else json.dumps(body).encode()
         sent = urllib.request.Request(self._url + path, data, self._headers, method=method)
-        # Ignore proxies from the environment because the URLs address the servers directly.
+        # Ignore proxies from the environment, because the URLs address the servers directly.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(sent, timeout=timeout_s) as response:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-omni replay FILE`: run a recorded session again and compare its frames with the recorded
-digests."""
+digests.
+"""
 
 import argparse
 import os
@@ -54,8 +55,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 if all frames are identical and 1 if a chunk differs. The first difference is
-    printed.
+    """Return 0 if all frames are identical to the recorded ones, or 1 if a chunk differs. The first
+    difference is printed.
     """
     from vllm_omni.session_files.recording import committed_chunks, read_recording
 
@@ -127,10 +128,11 @@ def _adapters_in(chunks: "list[tuple[int, RecordedChunk]]") -> dict[str, str]:
 def _adapters(
     modules: list[str], needed: dict[str, str], header: "RecordingHeader"
 ) -> dict[str, str]:
-    """Return the adapter paths from `--lora-modules`, keyed by adapter name.
+    """Return the adapter paths from `--lora-modules`, by adapter name.
 
     Raises:
-        CommandError: The given adapters differ from the adapters that the recording used.
+        CommandError: An argument is malformed, an adapter that the recording used is missing, or
+            adapters are given although the recorded server ran without `--enable-lora`.
     """
     given = dict(module.split("=", 1) for module in modules if "=" in module)
     if len(given) < len(modules):
@@ -155,11 +157,12 @@ def _replay(
     args: argparse.Namespace,
     frames: list[Any] | None,
 ) -> int | None:
-    """Replay the chunks on a new engine. Replay stops at the first chunk that differs, unless
-    frames are requested.
+    """Replay the chunks on a new engine. Unless frames are requested, replay stops at the first
+    chunk that differs from the recording.
 
     Returns:
-        The index of the first chunk that differs, or None if all chunks are identical.
+        The index of the first chunk that differs, or None if all chunks are identical to the
+        recorded ones.
     """
     from vllm_omni.outputs import RequestFailed
 
@@ -206,7 +209,7 @@ def _replay(
 
 
 def _precision(header: "RecordingHeader") -> dict[str, Any]:
-    """Return the engine arguments for the precision of the recorded weights, K/V cache and
+    """Return the engine arguments for the recorded precision of the weights, K/V cache and
     adapters.
     """
     import msgspec
@@ -244,7 +247,7 @@ def _check_adapters(index: int, chunk: "RecordedChunk", used: "list[UsedLora]") 
 
 
 def _run_chunk(llm: Any, index: int, chunk: "RecordedChunk") -> "tuple[Any, list[UsedLora]]":
-    """Generate one chunk, and return its frames and the adapters that were applied."""
+    """Generate one chunk, and return its frames and the adapters applied."""
     import msgspec
     import torch
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve MODEL --omni`: check the arguments, add the model family's flags, run vLLM's server.
+"""`vllm serve MODEL --omni`: check the arguments, add the model family's flags and run vLLM's
+server.
 
 `plan` reads the relevant flags, detects the model family, refuses unsupported arguments with a
-one-line error, and returns the equivalent plain `vllm serve` command. Planning takes about a second
-because it imports only the module of the model family. `launch` parses that command with vLLM's
-parser and additional WebSocket flags, refuses arguments that the worker would ignore
+one-line error, and returns the equivalent plain `vllm serve` command. Planning takes only about a
+second because it imports only the model family's module. `launch` parses that command with vLLM's
+parser, to which it adds WebSocket flags, refuses arguments that the worker would ignore
 (`vllm_omni.engine_arguments`), and runs vLLM's `ServeSubcommand`.
 """
 
@@ -61,10 +62,10 @@ _STOCK_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 _EXPORT_TIMEOUTS = ("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")
 _EXPORT_TIMEOUT_S = "2"
 """Export timeout in seconds. With OpenTelemetry's default of 10 s per batch, the server would wait
-30 s at exit for a collector that is down.
+30 s at exit if the collector were down.
 """
-# vLLM loads the plugins of these groups by default, but loads endpoint plugins only if they are
-# named in VLLM_PLUGINS.
+# By default, vLLM loads the plugins in these groups. It loads endpoint plugins only if VLLM_PLUGINS
+# names them.
 _PLUGIN_GROUPS = (
     "vllm.general_plugins",
     "vllm.platform_plugins",
@@ -83,7 +84,7 @@ Every flag of `vllm serve` is accepted. Options of this package go into --additi
 
 
 def run(argv: list[str]) -> int:
-    """Serve a model. `argv` contains the arguments after `serve`, without `--omni`."""
+    """Serve a model. `argv` holds the arguments after `serve`, without `--omni`."""
     if not any(argument in ("-h", "--help") or argument.startswith("--help=") for argument in argv):
         planned = plan(argv, os.environ, installed_plugins(), on_cpu=is_cpu_build())
         print(
@@ -100,7 +101,7 @@ def run(argv: list[str]) -> int:
                     flush=True,
                 )
         os.environ.update(planned.environ)
-        # inherited by all API server processes
+        # all API server processes inherit it
         os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
         launch(planned.argv, planned.worker)
         return 0
@@ -114,7 +115,7 @@ class ServePlan:
     """The `vllm serve` command to run, and its environment."""
 
     title: str
-    """Name of the model family, as shown in messages."""
+    """Model family name for messages."""
     argv: list[str]
     """Arguments after `vllm serve`."""
     environ: dict[str, str]
@@ -122,9 +123,9 @@ class ServePlan:
     plain_command: str
     """The equivalent command without `--omni`."""
     page: str | None
-    """URL of the server's web page. None: the server has no port."""
+    """URL of the server's web page. None: the server has no port or is headless."""
     worker: WorkerKind
-    """The worker class that serves the model."""
+    """Kind of worker that serves the model."""
 
 
 def plan(
@@ -187,8 +188,8 @@ def plan(
 
 
 def _from_hub(flags: "ServeFlags", argv: Sequence[str]) -> tuple["ServeFlags", Sequence[str]]:
-    """Replace a Hugging Face id with the directory of its downloaded snapshot. Unless
-    `--served-model-name` is given, clients still name the model by its id.
+    """Replace a Hugging Face id with the directory of its downloaded snapshot. If
+    `--served-model-name` is not given, clients still use the id as the model name.
     """
     from vllm_omni.model_executor.checkpoint.hub import is_hub_id, resolve
 
@@ -221,7 +222,7 @@ def launch(argv: list[str], worker: WorkerKind | None) -> None:
 
     Args:
         argv: Arguments after `vllm serve`.
-        worker: The worker class that serves the model. None: only `--help` is requested.
+        worker: Kind of worker that serves the model. None: only `--help` is requested.
 
     Raises:
         CommandError: The worker would ignore an argument, or vLLM finds no device.
@@ -251,9 +252,9 @@ def refuse_ignored(worker: WorkerKind, args: argparse.Namespace, plain: argparse
     """Refuse arguments that the worker would ignore.
 
     Args:
-        worker: The worker class that serves the model.
+        worker: Kind of worker that serves the model.
         args: The parsed arguments.
-        plain: The namespace that an empty command line produces.
+        plain: The namespace that results from an empty command line.
 
     Raises:
         CommandError: An argument would be ignored.
@@ -263,8 +264,8 @@ def refuse_ignored(worker: WorkerKind, args: argparse.Namespace, plain: argparse
 
 
 def serve_parser() -> argparse.ArgumentParser:
-    """Return vLLM's parser for `vllm serve`, extended with the WebSocket flags. This function
-    imports vLLM.
+    """Return vLLM's `vllm serve` parser, extended with the WebSocket flags. This function imports
+    vLLM.
     """
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -278,7 +279,7 @@ def serve_parser() -> argparse.ArgumentParser:
 
 
 def installed_plugins() -> list[str]:
-    """Return the names of the plugins that vLLM loads if VLLM_PLUGINS is unset."""
+    """Return the names of the plugins that vLLM loads if VLLM_PLUGINS is not set."""
     return [
         entry.name
         for group in _PLUGIN_GROUPS
@@ -287,8 +288,8 @@ def installed_plugins() -> list[str]:
 
 
 def plugin_names(user_value: str | None, installed: Iterable[str], more: Iterable[str] = ()) -> str:
-    """Return the value of VLLM_PLUGINS, which lists the plugins selected by the user or by default,
-    the plugins of this package, and `more`.
+    """Return the value to set VLLM_PLUGINS to: the plugins selected by the user or by default, this
+    package's plugins, and `more`.
     """
     names = installed if user_value is None else [name for name in user_value.split(",") if name]
     return ",".join(dict.fromkeys([*names, PLUGIN, *more]))
@@ -359,7 +360,7 @@ def check(flags: "ServeFlags") -> "ModelFamily":
 def _check_preset(
     flags: "ServeFlags", preset: "ServedPreset", hf_config: Mapping[str, Any]
 ) -> None:
-    """Check that the device supports the precision that a preset requires."""
+    """Check that the device and the model's dtype allow the precision that a preset requires."""
     preset = preset.next_to(
         weights="quantization" in flags.values or "quantization_config" in hf_config,
         keys_and_values=flags.values.get("kv-cache-dtype", "auto") != "auto",
@@ -437,10 +438,10 @@ def _check_port(flags: "ServeFlags") -> None:
 
 
 def _needs_one_api_server(flags: "ServeFlags") -> bool:
-    """Return whether to limit the server to one API server process, because sessions are local to a
-    process.
+    """Return whether the server must be limited to one API server process, because sessions are
+    local to a process.
 
-    By default, stock vLLM would start one API server process for each data-parallel rank.
+    By default, stock vLLM would start one API server process per data-parallel rank.
     """
     chosen = {
         "api-server-count",
@@ -456,7 +457,7 @@ def _needs_one_api_server(flags: "ServeFlags") -> bool:
 
 
 def _page(flags: "ServeFlags") -> str | None:
-    """Return the web page's URL, or None if the server has no port."""
+    """Return the web page's URL, or None if the server has no port or is headless."""
     if "uds" in flags.values or flags.is_on("headless"):
         return None
     scheme = "https" if "ssl-certfile" in flags.values else "http"
@@ -480,22 +481,23 @@ _ADDITIONAL_CONFIG = "additional-config"
 class ServeFlags:
     """The flags of a `vllm serve` command line.
 
-    The flags are read without vLLM's parser, which takes 9 s to import.
+    The flags are read without vLLM's parser, because importing it takes 9 s.
     """
 
     model: str | None = None
-    """Checkpoint directory or hub id. None: the command line names no model."""
+    """Checkpoint directory or Hub id. None: the command line names no model."""
     values: dict[str, str] = field(default_factory=dict)
-    """Values of the flags, keyed by flag name without leading dashes. The value of a switch is "".
-    Aliases are not resolved.
+    """Flag values, by flag name without leading dashes. The value of a switch is "". Aliases are
+    not resolved.
     """
 
     @classmethod
     def scan(cls, argv: Sequence[str]) -> "ServeFlags":
         """Read the command line by vLLM's rules.
 
-        The model comes first, `_` in a flag name is treated as `-`, and `--flag=x` is treated as
-        `--flag x`. Flags that are missing from the command line are read from the `--config` file.
+        The model comes first, `_` in a flag name is equivalent to `-`, and `--flag=x` is equivalent
+        to `--flag x`. Flags that are missing from the command line are read from the `--config`
+        file.
 
         Raises:
             CommandError: The file cannot be read.
@@ -519,7 +521,9 @@ class ServeFlags:
         return flags
 
     def is_on(self, switch: str) -> bool:
-        """Return whether a switch is set. A value of "false" in a config file unsets it."""
+        """Return whether a switch is set. In a config file, the values "false", "0" and "no" turn
+        it off.
+        """
         return self.values.get(switch, "false").lower() not in ("false", "0", "no")
 
     def count(self, *names: str) -> int:
@@ -534,7 +538,7 @@ class ServeFlags:
         return 1
 
     def additional_config(self) -> dict[str, Any]:
-        """Return the value of `--additional-config`, which may be given as JSON or as dotted keys.
+        """Return the value of `--additional-config`, given as JSON or as dotted keys.
 
         An example of a dotted key is `--additional-config.omni.max_sessions 4`.
         """
@@ -558,14 +562,14 @@ class ServeFlags:
 
 
 def _is_flag(argument: str) -> bool:
-    """Return whether an argument is a flag and not a value. For example, -1 is a value."""
+    """Return whether an argument is a flag rather than a value. For example, -1 is a value."""
     return argument.startswith("-") and not argument[1:].replace(".", "", 1).isdecimal()
 
 
 def _canonical(flag: str) -> str:
     """Convert `--tensor_parallel_size` to `tensor-parallel-size`.
 
-    The part of a flag after its first dot is not changed.
+    The part of a flag after its first dot is left unchanged.
     """
     head, dot, keys = flag.lstrip("-").partition(".")
     return head.replace("_", "-") + dot + keys
@@ -603,7 +607,7 @@ def _read_yaml(path: str) -> dict[str, str]:
 
 
 def _without_keys(argv: Sequence[str]) -> list[str]:
-    """Replace API keys with `KEY` because the command is printed and may appear in logs."""
+    """Replace API keys with `KEY`, because the command is printed and may appear in logs."""
     shown: list[str] = []
     hiding = False
     for argument in argv:

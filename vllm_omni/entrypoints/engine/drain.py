@@ -3,14 +3,13 @@
 
 On SIGTERM, stock vLLM stops the engine immediately, or with `--shutdown-timeout` as soon as its
 requests have finished. In either case the engine stops too early, because chunks in flight and
-snapshots still need it. This class therefore installs another SIGTERM handler on the same event
+snapshots still need it. This class therefore installs its own SIGTERM handler on the same event
 loop, in the application's lifespan, which uvicorn runs before it listens. The handler refuses new
 work, waits up to `drain_timeout_s` for the endpoints to finish, and then stops uvicorn by setting
-`should_exit`. vLLM then stops the engine as usual. A second SIGTERM cancels the waiting.
+`should_exit`. vLLM then stops the engine as usual. A second SIGTERM ends the wait.
 
-The API server must receive SIGTERM before the engine does. A process manager that signals the
-engine process at the same time, such as systemd without `KillMode=mixed`, stops the engine too
-early.
+The API server must receive SIGTERM before the engine does. If a process manager, such as systemd
+without `KillMode=mixed`, signals the engine process at the same time, the engine stops too early.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ logger = logging.getLogger("vllm." + __name__)
 
 _REFUSED_METHODS: Final = frozenset({"POST", "PUT", "PATCH"})
 _LEAST_CLOSING_S: Final = 3.0
-"""Minimum time in seconds for closing connections, regardless of the time spent on draining."""
+"""Minimum time in seconds for closing connections, regardless of the time spent draining."""
 
 
 class GracefulStop:
@@ -53,7 +52,7 @@ class GracefulStop:
     def start_handling_signals(
         self, finish: Callable[[], Awaitable[None]], timeout_s: float
     ) -> None:
-        """Configure what happens between SIGTERM and the exit of the server.
+        """Configure what happens between SIGTERM and the server's exit.
 
         Args:
             finish: Coroutine function that returns when the endpoints have finished.
@@ -104,9 +103,9 @@ class GracefulStop:
 
 
 class DrainGuard:
-    """ASGI middleware that refuses new work with 503 while draining.
+    """ASGI middleware that refuses new work with status 503 while the server drains.
 
-    While the server drains, the readiness probe reports `draining`.
+    During this time, the readiness probe reports `draining`.
     """
 
     def __init__(self, app: ASGIApp, stop: GracefulStop) -> None:

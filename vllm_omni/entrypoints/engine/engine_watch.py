@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EngineWatch`: stops an API server process if its engine dies or hangs.
+"""`EngineWatch`: stops an API server process if its engine dies or stays stopped.
 
 The kernel reports when an engine process on this machine ends. In addition, vLLM's own state is
-polled twenty times a second, to detect the end of processes on other machines and failures without
-an exit. When the engine is dead, the endpoints send an error to every client, and the server exits
-with `ENGINE_DIED`. Stock vLLM, in contrast, polls every 5 s, closes sockets as in a planned
-shutdown and exits with 0, so supervisors do not restart it.
+polled twenty times a second, to detect when processes on other machines end and when the engine
+fails without exiting. If the engine is dead, the endpoints send an error to every client, and the
+server exits with `ENGINE_DIED`. Stock vLLM, in contrast, polls every 5 s, closes sockets as in a
+planned shutdown and exits with 0, so supervisors do not restart it.
 
 vLLM reports a dead worker only after the other workers have exited, which may take seconds. Engine
 processes that have not exited within `_LEAVING_S` are killed, so HTTP requests fail as early as
 WebSockets do. An engine process that has been stopped (SIGSTOP) for `stopped_timeout_s` is also
 killed. After SIGTERM or SIGINT, the server exits with 0. docs/how_to/operations.md ("Who watches
-whom") compares `EngineWatch` with the other checks for dead processes.
+whom") compares `EngineWatch` with the other dead-process checks.
 
-A plain `vllm serve` with this package exits with the same status because a task raises SystemExit
-when the event loop closes.
+If the engine dies, a plain `vllm serve` with this package also exits with `ENGINE_DIED`, because a
+task raises SystemExit when the event loop closes.
 """
 
 import asyncio
@@ -41,23 +41,23 @@ _POLL_S: Final = 0.05
 _LOOK_S: Final = 0.25
 _OWN_GAP_S: Final = 2.0
 """Maximum expected interval in seconds between two checks. After a longer interval, this process
-itself must have been paused, so the counters of stopped engine processes restart at zero.
+itself must have been paused, so the counters for stopped engine processes restart at zero.
 """
 _LEAVING_S: Final = 0.3
-"""Time in seconds that the remaining processes of a dead engine have to log the reason and exit."""
+"""Time in seconds that a dead engine's remaining processes have to log the reason and exit."""
 _CLOSING_S: Final = 3
 """Time in seconds that connections have to close after the engine has died."""
 
 
 async def _notify_no_client() -> None:
-    """Do nothing, which is the default for servers without long-lived connections."""
+    """Do nothing. This function is the default for servers without long-lived connections."""
 
 
 class EngineWatch:
     """Watches the engine of one API server process and stops the process if the engine dies.
 
     Call `attach_to_app` while vLLM builds the application, after all other code that installs
-    signal handlers. Call `start_watching` after engine startup.
+    signal handlers has run. Call `start_watching` after engine startup.
     """
 
     def __init__(self) -> None:
@@ -75,13 +75,13 @@ class EngineWatch:
         stopped_timeout_s: float | None = None,
         notify_clients: Callable[[], Awaitable[None]] = _notify_no_client,
     ) -> None:
-        """Set the engine to watch.
+        """Set the engine that is watched while the application runs.
 
         Args:
             is_dead: Function that returns whether the engine has died.
             pids: Ids of the engine processes on this machine.
             stopped_timeout_s: Seconds after which a stopped process is killed. Default: never.
-            notify_clients: Coroutine function that sends an error to all clients of the endpoints.
+            notify_clients: Coroutine function that sends an error to all of the endpoints' clients.
         """
         self._is_dead, self._notify_clients = is_dead, notify_clients
         self._pids = [pid for pid in pids if pid != os.getpid()]
@@ -103,9 +103,9 @@ class EngineWatch:
             task.cancel()
 
     def _note_signals(self) -> None:
-        """Record a requested shutdown, because the engine's exit is then expected.
+        """Record a requested shutdown, because an engine exit is then expected.
 
-        asyncio receives signals through a file descriptor, but also has to install a dummy Python
+        asyncio receives signals through a file descriptor, but must also install a dummy Python
         handler for each signal. This method replaces the dummy handler.
         """
 
@@ -139,8 +139,8 @@ class EngineWatch:
                     await ended.wait()
 
     async def _end_rest(self, is_dead: Callable[[], bool]) -> None:
-        """Kill the engine processes that do not exit on their own, so that vLLM reports the dead
-        engine.
+        """Kill the engine processes that do not exit on their own, so that vLLM reports the engine
+        as dead.
         """
         give_up_s = time.monotonic() + _LEAVING_S
         while not is_dead() and time.monotonic() < give_up_s:
@@ -196,7 +196,7 @@ def _end_stopped(pid: int, timeout_s: float) -> None:
 
 
 async def _exit_with(status: int) -> None:
-    """Wait until this task is cancelled by the closing event loop, and then exit the process."""
+    """Wait until the closing event loop cancels this task, then exit the process."""
     try:
         await asyncio.Event().wait()
     except asyncio.CancelledError:

@@ -2,7 +2,7 @@
 """Endpoint settings that are read from environment variables, because stock `vllm serve` has no
 flags for them.
 
-The variable of a field is named `VLLM_OMNI_` followed by the field's name in upper case.
+A field's variable is named `VLLM_OMNI_` followed by the field name in upper case.
 """
 
 import os
@@ -21,7 +21,7 @@ def read_struct(cls: type[T], environ: Mapping[str, str] | None = None) -> T:
     their defaults.
 
     Args:
-        cls: Type of the settings struct.
+        cls: Settings struct type.
         environ: Environment variables. Default: those of this process.
 
     Raises:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/omni/ready`: reports whether this server accepts new work now. `/health`, in contrast, reports
+"""`/omni/ready`: reports whether this server accepts new work now. In contrast, `/health` reports
 whether the server is alive.
 
 Status 200 means that the server accepts work. Status 503 with `capacity` means that the server
 works but would refuse new work. Status 503 with `engine_dead` means that the server does not work.
-The worker statistics behind this reply also update the gauges of `../telemetry/metrics.py` every
+The worker statistics behind this reply also update the gauges in `../telemetry/metrics.py` every
 `stats_interval_s`.
 
 Workers respond only between engine steps, but a probe must be answered within a second. The route
-therefore returns the latest statistics and their age. A request to the workers that takes too long
-continues, and the next probe uses its result.
+therefore returns the latest statistics and their age. If a request to the workers takes too long,
+it continues, and the next probe uses its result.
 """
 
 import asyncio
@@ -55,14 +55,14 @@ class FastPathReply(BaseModel):
     on: bool
     """Whether the engine uses the fast path."""
     reason: str
-    """Reason why the fast path is disabled. Empty if the fast path is enabled."""
+    """Reason why the fast path is disabled. Empty if it is enabled."""
 
 
 class EncoderReply(BaseModel):
-    """Choice of one live-video encoder, as listed in `ReadyReply.encoders`."""
+    """Encoder chosen for one live-video codec, as listed in `ReadyReply.encoders`."""
 
     codec: str
-    """Codec of the live video: `h264` or `jpeg`."""
+    """Live-video codec: `h264` or `jpeg`."""
     implementation: str
     """Encoder implementation that this process uses."""
     reason: str
@@ -86,25 +86,26 @@ class ReadyReply(BaseModel):
     max_bytes: int | None = None
     """Maximum total size of the sessions in bytes. None: the size is not limited."""
     suspended: int | None = None
-    """Number of the sessions that are suspended to host memory (`omni.suspend_idle_s`)."""
+    """Number of sessions suspended to host memory (`omni.suspend_idle_s`)."""
     suspended_bytes: int | None = None
-    """Total size in bytes of the sessions in host memory, which `bytes` does not include."""
+    """Total size in bytes of the sessions suspended to host memory, which `bytes` does not include.
+    """
     on_disk: int | None = None
-    """Number of the sessions that are suspended to disk (`omni.suspend_dir`)."""
+    """Number of sessions suspended to disk (`omni.suspend_dir`)."""
     disk_bytes: int | None = None
-    """Total size in bytes of the sessions on disk, which neither `bytes` nor `suspended_bytes`
-    includes.
+    """Total size in bytes of the sessions suspended to disk, which neither `bytes` nor
+    `suspended_bytes` includes.
     """
     age_s: float | None = None
-    """Age of the statistics in seconds, which exceeds one second during a long engine step. None:
-    no statistics are available yet.
+    """Age of the statistics in seconds. During a long engine step, it exceeds one second. None: no
+    statistics are available yet.
     """
     ranks: list[dict[str, int | None]] | None = None
     """Statistics of each data-parallel rank. None: the engine has only one rank."""
     fast_paths: list[FastPathReply] | None = None
     """Fast paths of the engine. None: the engine has not reported them yet."""
     encoders: list[EncoderReply] | None = None
-    """Encoders of live video. None: the model has no sessions."""
+    """Live-video encoders. None: the model has no sessions."""
 
 
 class Readiness:
@@ -113,13 +114,13 @@ class Readiness:
     Args:
         engine: Interface to vLLM's engine.
         interval_s: Seconds between updates of the gauges.
-        has_room: Function that returns whether the endpoints of this process accept new work.
+        has_room: Function that returns whether this process's endpoints accept new work.
         can_make_room: Function that returns whether a session could be evicted for a new one. None:
             the model has no sessions, and its requests are queued.
-        media_bytes: Function that returns the total size of the stored media files in bytes. The
-            function is called on a worker thread.
+        media_bytes: Function that returns the total size of the stored media files in bytes. It is
+            called on a worker thread.
         reply_bytes: Function that returns the total size of retained replies in bytes.
-        encoders: Encoders of live video. None: the model has no sessions.
+        encoders: Live-video encoders. None: the model has no sessions.
     """
 
     def __init__(
@@ -171,18 +172,18 @@ class Readiness:
         return JSONResponse(reply.model_dump(), 200 if has_room else 503, headers)
 
     def _engine_has_room(self) -> bool:
-        """Return whether one more session of average size fits on a data-parallel rank."""
+        """Return whether any data-parallel rank has room for one more session of average size."""
         return not self._stats or any(_has_room(rank) for rank in self._stats)
 
     def _age_s(self) -> float | None:
         return None if self._responded_s is None else time.monotonic() - self._responded_s
 
     def _probe(self) -> "asyncio.Task[RequestFailed | None]":
-        """Return the task that requests statistics from the workers, and start one if none is in
-        flight.
+        """Return the task that requests statistics from the workers. If none is in flight, start
+        one.
         """
         if self._stats_request is None or self._stats_request.done():
-            # An empty context, because the task does not belong to a single HTTP request.
+            # The context is empty, because the task does not belong to a single HTTP request.
             self._stats_request = asyncio.create_task(
                 self._refresh(), context=contextvars.Context()
             )
@@ -223,8 +224,8 @@ def _has_room(stats: Mapping[str, Any]) -> bool:
 
 
 def _sums(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the sum of each statistic over all data-parallel ranks, or None if a rank has no value
-    for it.
+    """Return the sum of each statistic over all data-parallel ranks, or None for a statistic that
+    has no value on some rank.
     """
     sums: dict[str, Any] = {}
     for name in _COUNTED if ranks else ():

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SessionPlacement`: maps sessions to data-parallel ranks.
 
-With `--data-parallel-size N` each data-parallel rank is a separate engine with separate sessions.
+With `--data-parallel-size N`, each data-parallel rank is a separate engine with its own sessions.
 In this module, `rank` in an identifier means data-parallel rank. Stock vLLM sends a request to the
-least busy data-parallel rank, which would scatter the requests of a session. `SessionPlacement`
-instead assigns a new session to the data-parallel rank with the fewest sessions of this process. If
-that rank refuses the session with `capacity`, the next rank is tried. The session stays on its
-data-parallel rank until it is closed. A fork is placed on the data-parallel rank of its parent
-because the state is copied within the rank.
+least busy data-parallel rank, which would scatter a session's requests across ranks. Instead,
+`SessionPlacement` assigns a new session to the data-parallel rank with the fewest of this process's
+sessions. If that rank refuses the session with `capacity`, the next rank is tried. The session
+stays on its data-parallel rank until it is closed. A fork is placed on its parent's data-parallel
+rank, because the state is copied within the rank.
 
 This module is independent of the engine and of sockets: its caller passes the function that sends a
-request to a data-parallel rank. The module counts only the sessions of this API server process. A
-data-parallel rank may therefore have less free capacity than computed here, and refuse a session
+request to a data-parallel rank. The module counts only this API server process's sessions. A
+data-parallel rank may therefore have less free capacity than computed here and may refuse a session
 with `capacity`.
 """
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SendToRank = Callable[[int], Awaitable[T]]
-"""Function that sends one request to a data-parallel rank and returns the result. Raises
-`RequestFailed`.
+"""Function that sends one request to a data-parallel rank and returns the result. It raises
+`RequestFailed` if the request fails.
 """
 
 
@@ -47,19 +47,19 @@ def num_data_parallel_ranks(vllm_config: "VllmConfig") -> int:
 
 @dataclass(eq=False)
 class _Placement:
-    """The data-parallel rank of one session."""
+    """One session's data-parallel rank."""
 
     rank: int
     """Index of the data-parallel rank; -1 before the first attempt."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
-    """Event that is set when the first chunk has a result. Before that, the session may move to
+    """Event that is set once the first chunk has a result. Until then, the session may move to
     another data-parallel rank.
     """
 
 
 class SessionPlacement:
     """Assigns the sessions of one API server process to data-parallel ranks. This class is not
-    thread-safe; use it from a single event loop.
+    thread-safe; use it from one event loop.
 
     Args:
         size: Number of data-parallel ranks, at least 1.
@@ -73,8 +73,8 @@ class SessionPlacement:
         self._next_rank = itertools.count(offset)
 
     def rank_of(self, session_id: str) -> int | None:
-        """Return the data-parallel rank of a session, or None if the session does not belong to
-        this process.
+        """Return a session's data-parallel rank, or None if the session does not belong to this
+        process.
         """
         placement = self._placements.get(session_id)
         return None if placement is None else placement.rank
@@ -85,15 +85,15 @@ class SessionPlacement:
         return list(self._held)
 
     async def route(self, params: DiffusionParams, send: "SendToRank[T]") -> T:
-        """Send a request to the data-parallel rank of its session.
+        """Send a request to its session's data-parallel rank.
 
         Args:
-            params: Parameters of the request.
-            send: Function that sends the request to a data-parallel rank. Exceptions of `send`
+            params: Request parameters.
+            send: Function that sends the request to a data-parallel rank. Exceptions from `send`
                 propagate to the caller.
 
         Returns:
-            Result of `send`.
+            The result of `send`.
         """
         if params.op == "close":
             return await self._close(params.session_id, send)
@@ -142,8 +142,8 @@ class SessionPlacement:
                 self._remove(params.session_id)
 
     def adopt(self, session_id: str) -> int:
-        """Assign a session that is about to be restored to the data-parallel rank with the fewest
-        sessions.
+        """Assign a session, which is about to be restored, to the data-parallel rank with the
+        fewest sessions, and return that rank.
 
         `remove_session` undoes the assignment.
         """
@@ -174,8 +174,8 @@ class SessionPlacement:
     async def _close(self, session_id: str, send: "SendToRank[T]") -> T:
         """Close a session on its data-parallel rank.
 
-        A session that this process does not know may belong to another process, so it is closed on
-        all data-parallel ranks.
+        A session unknown to this process may belong to another process, so it is closed on all
+        data-parallel ranks.
         """
         rank = self.rank_of(session_id)
         if rank is None:

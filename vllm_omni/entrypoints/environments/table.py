@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EnvironmentTable`: the environments of all clients of one API server process.
+"""`EnvironmentTable`: all clients' environments in one API server process.
 
 Each environment is a session of the session manager, which handles capacity, quotas, idle time and
 draining. All environments of one `CreateRequest` form an `EnvironmentGroup`, which belongs to one
-API key. The chunks of a group are requested at the same time, so the engine can batch them.
+API key. A group's chunks are requested at the same time, so the engine can batch them.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ _SWEEP_S: Final = 5.0
 
 
 class ChunkArrays:
-    """Arrays of one chunk by kind, and the entry of the chunk in the reply. The caller sets the
-    entry's environment index later.
+    """One chunk's arrays by kind, and the chunk's entry in the reply. The caller sets the entry's
+    environment index later.
     """
 
     def __init__(self, chunk: FinishedChunk) -> None:
@@ -56,7 +56,7 @@ class ChunkArrays:
 
 
 class _OneChunk(LiveChunks):
-    """Source of one chunk that is generated with a single action."""
+    """Source for one chunk that is generated with one action."""
 
     num_chunks = 1
 
@@ -69,13 +69,13 @@ class _OneChunk(LiveChunks):
 
 
 class EnvironmentGroup:
-    """The environments that were created by one client request.
+    """The environments created by one client request.
 
     Args:
-        manager: Sessions of the process.
+        manager: The process's session manager.
         principal: Owner of the environments, derived from the API key.
         client: Client whose limits and quotas apply to the sessions.
-        request: Properties of the environments.
+        request: Request that specifies the environments' properties.
         image: Start image, uint8 [H, W, 3]. None: the episodes have no start image.
         images: Named images, each uint8 [H, W, 3].
     """
@@ -101,14 +101,14 @@ class EnvironmentGroup:
         return self._turn.locked()
 
     async def reset(self, entries: Sequence[ResetEntry]) -> list[ChunkArrays | EndpointError]:
-        """Start episodes, and return the first chunk or the error of each environment."""
+        """Start episodes, and return each environment's first chunk or error."""
         for entry in entries:
             self._manager.info.check_prompt(entry.prompt)
         return await self._together([entry.environment for entry in entries], self._start, entries)
 
     async def step(self, entries: Sequence[StepEntry]) -> list[ChunkArrays | EndpointError]:
-        """Generate the next chunk of each listed environment. Return the chunk or the error of each
-        one.
+        """Generate the next chunk in each listed environment. Return each environment's chunk or
+        error.
         """
         return await self._together(
             [entry.environment for entry in entries], self._advance, entries
@@ -195,7 +195,7 @@ class EnvironmentGroup:
     async def _chunk(
         self, session: Session, action: ActionFrame, prompt: str | None, **others: Any
     ) -> ChunkArrays:
-        """Generate the next chunk of a session.
+        """Generate a session's next chunk.
 
         Raises:
             EndpointError: The chunk was refused or failed.
@@ -236,10 +236,10 @@ class EnvironmentGroup:
 
 
 class EnvironmentTable:
-    """All environment groups of one API server process, keyed by owner and id.
+    """All environment groups in one API server process, by owner and id.
 
     Args:
-        manager: Sessions of the process.
+        manager: The process's session manager.
     """
 
     def __init__(self, manager: SessionManager) -> None:
@@ -248,7 +248,7 @@ class EnvironmentTable:
         self._sweeper: asyncio.Task[None] | None = None
 
     async def create(self, principal: str, client: str, request: CreateRequest) -> EnvironmentGroup:
-        """Create environments. The session of an environment starts with its first reset.
+        """Create environments. An environment's session starts with its first reset.
 
         Raises:
             EndpointError: `invalid_request`, `session_limit` or `capacity`, or an image is invalid.
@@ -264,8 +264,8 @@ class EnvironmentTable:
         info.check_image(request.image is not None, "image")
         info.check_images(request.images)
         image, images = await manager.off_loop(self._load, request)
-        # Check again, because another request may have created environments while images were
-        # decoded.
+        # Check again, because another request may have created environments while the images were
+        # being decoded.
         self._check_room(client, request)
         group = EnvironmentGroup(manager, principal, client, request, image, images)
         self._groups[principal, group.id] = group
@@ -302,14 +302,13 @@ class EnvironmentTable:
             )
 
     def _load(self, request: CreateRequest) -> tuple[np.ndarray | None, dict[str, np.ndarray]]:
-        """Decode the images of a request at their original sizes, as the model expects them."""
+        """Decode a request's images at their original sizes, as the model expects them."""
         limits = self.manager.limits
         for name, source in (("image", request.image), *request.images.items()):
             if source is not None and not isinstance(source, str):
                 raise EndpointError("invalid_image", f"{name} must be a data: URL", param="image")
         image = None if request.image is None else np.array(read_image(request.image, limits))
-        # The session adds the tensor names later, so only the names from the request are needed
-        # here.
+        # The session adds the tensor names later, so only the names in the request are needed here.
         named = load_named_images(request.images, limits)
         return image, dict(zip(request.images, named.values(), strict=True))
 
@@ -317,7 +316,7 @@ class EnvironmentTable:
         """Return a client's environment group.
 
         Raises:
-            ApiError: Status 404: the client has no environment group with this id.
+            ApiError: Status 404 if the client has no environment group with this id.
         """
         group = self._groups.get((principal, group_id))
         if group is None:
@@ -329,7 +328,7 @@ class EnvironmentTable:
         return group
 
     async def close(self, group: EnvironmentGroup) -> None:
-        """Free the environments of a group. Idempotent."""
+        """Free a group's environments. Idempotent."""
         if self._groups.pop((group.principal, group.id), None) is not None:
             self.manager.held.total -= group.nbytes
             await group.close()

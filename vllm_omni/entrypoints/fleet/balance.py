@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`plan_moves`: plans which sessions move to which server. This module contains only pure
-functions.
+"""`plan_moves`: plans which sessions to move to which servers. All functions in this module are
+pure.
 
 Servers are sorted by their number of sessions, with the fullest server first. The plan uses only as
-many servers as the requested fill level requires. Sessions are moved away from the remaining
+many servers as the requested fill level requires, and moves sessions away from the remaining
 servers and from servers that must be emptied. An empty server is therefore used last. On the
-servers in use, active sessions are balanced first because they share GPU time. Idle sessions are
-balanced second because they only occupy memory.
+servers in use, active sessions are balanced first, because they share GPU time. Idle sessions are
+balanced second, because they only occupy memory.
 """
 
 import math
@@ -23,17 +23,19 @@ class MovableSession:
     """A session that can be moved."""
 
     name: str
-    """The client's id of the session."""
+    """The client's id for the session."""
     principal: str
     """Owner of the session."""
     idle_s: float
-    """Time in seconds since the last request. Idle sessions are moved first because no client is
+    """Time in seconds since the last request. Idle sessions are moved first, because no client is
     waiting for them.
     """
 
     @property
     def plays(self) -> bool:
-        """Whether the session is active, that is, has had a request within `PLAYING_S`."""
+        """Whether the session is active, that is, whether it has had a request within
+        `PLAYING_S`.
+        """
         return self.idle_s < PLAYING_S
 
 
@@ -64,13 +66,13 @@ class PlannedMove:
 def plan_moves(
     servers: Sequence[ServerLoad], to_empty: Collection[str], fill: float, most: int
 ) -> list[PlannedMove]:
-    """Return the next moves, with the most urgent one first.
+    """Return the next moves, most urgent first.
 
     Args:
         servers: Servers that accept sessions.
         to_empty: Names of servers that must be emptied.
-        fill: Fraction of `max_sessions` that is filled on one server before the next server is
-            used. 0: all servers are used.
+        fill: Fraction of `max_sessions` to fill on one server before the next server is used. 0:
+            all servers are used.
         most: Maximum number of moves.
     """
     plan = _Plan(servers)
@@ -88,7 +90,7 @@ def plan_moves(
 
 
 class _Plan:
-    """The planned moves, and the sessions that each server has after these moves.
+    """The planned moves, and the sessions that each server has after them.
 
     Args:
         servers: The servers and their sessions before the moves.
@@ -106,14 +108,14 @@ class _Plan:
         return [name for name in names if len(self.left[name]) < self._room[name]]
 
     def load(self, name: str) -> tuple[float, float, str]:
-        """Return a sort key for servers: the fractions of the capacity that active sessions and all
+        """Return a server's sort key: the fractions of its capacity that active sessions and all
         sessions use.
         """
         return self._share(name, True), self._share(name, False), name
 
     def _share(self, name: str, plays: bool, more: int = 0) -> float:
-        """Return the fraction of a server's capacity that its active sessions (`plays`) or all its
-        sessions use.
+        """Return the fraction of a server's capacity that its active sessions (if `plays` is set)
+        or all its sessions use.
         """
         counted = sum(session.plays or not plays for session in self.left[name])
         return (counted + more) / self._room[name]
@@ -124,8 +126,8 @@ class _Plan:
         self.moves.append(PlannedMove(session, source, target))
 
     def even_out(self, names: Sequence[str], plays: bool) -> bool:
-        """Plan one move of an active or an idle session. Return False if no move improves the
-        balance.
+        """Plan one move, of an active session if `plays` is set and of an idle session otherwise.
+        Return False if no move would improve the balance.
         """
         sources = [name for name in names if any(s.plays == plays for s in self.left[name])]
         targets = self.with_room(names)

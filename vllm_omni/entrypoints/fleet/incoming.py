@@ -2,7 +2,7 @@
 """`IncomingSessions`: sessions that are being moved to this server.
 
 A prepared session has been restored in the engine, but clients cannot use it yet. `commit` makes
-the session live, unless the move was ended or has timed out. Commit, end and timeout run on one
+the session live if the move has neither ended nor timed out. Commit, end and timeout run on one
 event loop, so exactly one of them takes effect.
 """
 
@@ -36,7 +36,7 @@ _SETTLE_S: Final = RESOLVE_S + 1.0
 _REMEMBERED: Final = 1024
 _ENDPOINT: Final = "migration"
 _PRINCIPAL: Final = "move:"
-"""Prefix of the principal of a prepared session. The principals of clients contain no colon."""
+"""Prefix of a prepared session's principal. Clients' principals contain no colon."""
 
 State = Literal["receiving", "prepared", "committed", "aborted"]
 
@@ -46,11 +46,11 @@ class _Move:
     state: State = "receiving"
     """State of the move."""
     session: Session | None = None
-    """Session that was restored from the snapshot. None before the session is restored and after
-    the move has ended.
+    """Session restored from the snapshot. None before the session is restored and after the move
+    has ended.
     """
     key: SessionKey | None = None
-    """Key of the session: the principal and the session id."""
+    """The session's key: the principal and the session id."""
     path: Path | None = None
     """Path of the received snapshot."""
     next_chunk: int = 0
@@ -58,7 +58,7 @@ class _Move:
     is_complete: bool = True
     """Value of `SnapshotHeader.is_complete` in the received version of the snapshot."""
     timer: asyncio.TimerHandle | None = None
-    """Timer that ends the current state of the move when its time limit expires."""
+    """Timer that ends the move's current state when its time limit expires."""
 
 
 class IncomingSessions:
@@ -76,7 +76,7 @@ class IncomingSessions:
         """Register a move whose snapshot is being received.
 
         Raises:
-            EndpointError: `session_exists`, because the id of the move is in use.
+            EndpointError: `session_exists` if the move id is in use.
         """
         if move_id in self._moves:
             raise EndpointError("session_exists", "a move with this id exists")
@@ -92,10 +92,11 @@ class IncomingSessions:
 
         Args:
             move_id: Id of the move.
-            path: Path of the snapshot, which belongs to the source server.
+            path: Path of the snapshot, which the source server owns.
 
         Raises:
-            EndpointError: This server has no capacity for the session, or the move was ended.
+            EndpointError: This server has no capacity for the session or cannot restore it, or the
+                move was ended.
         """
         if move_id not in self._moves:
             self.begin(move_id)
@@ -122,9 +123,9 @@ class IncomingSessions:
 
         Args:
             move_id: Id of the move.
-            path: Path of the snapshot. Unless `is_shared` is set, this object takes ownership of
+            path: Path of the snapshot. If `is_shared` is not set, this object takes ownership of
                 the file.
-            is_shared: Whether the snapshot belongs to the source server.
+            is_shared: Whether the source server owns the snapshot.
 
         Raises:
             EndpointError: This server has no capacity for the session or cannot restore it.
@@ -168,12 +169,13 @@ class IncomingSessions:
 
         Args:
             move_id: Id of the move.
-            stream_state: Controls of the session's live stream. None: the session has no live
+            stream_state: Controls for the session's live stream. None: the session has no live
                 stream.
 
         Raises:
-            EndpointError: `unknown_migration` or `session_exists`, in which case the session is not
-                live on this server.
+            EndpointError: The session cannot become live, for example with the code
+                `unknown_migration`, `invalid_snapshot` or `session_exists`. It is not live on this
+                server.
         """
         move = self._known(move_id)
         if move.state != "prepared" or move.session is None or move.key is None:
@@ -197,11 +199,11 @@ class IncomingSessions:
     def end(self, move_id: str) -> State:
         """End a move and return its final state.
 
-        A session that is not live is discarded. A live session may now be saved and moved again
-        because the source server has learned the result.
+        A session that is not live is discarded. If the session is live, it may now be saved and
+        moved again, because the source server has received the result.
 
         Raises:
-            EndpointError: `unknown_migration`, because this server has no move with this id.
+            EndpointError: `unknown_migration` if this server has no move with this id.
         """
         move = self._known(move_id)
         if move.state == "committed":

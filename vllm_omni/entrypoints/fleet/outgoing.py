@@ -3,13 +3,13 @@
 
 To move a session, the mover pauses it between two chunks and sends its snapshot to the target
 server. The target server restores the session without making it live (`Peer.prepare`). If a step
-fails before `Peer.commit`, the session stays on this server. After `Peer.commit`, the reply of the
-target server determines where the session is. If the result remains unknown, the session ends on
-this server as lost because it may be live on the target server, and its last snapshot is retained.
+fails before `Peer.commit`, the session stays on this server. After `Peer.commit`, the target
+server's reply determines where the session is. If the result remains unknown, the session ends on
+this server as lost, because it may be live on the target server. Its last snapshot is retained.
 
 If both servers share a directory, the snapshot is written to it and restored from it while the
 session is still active (`_copy_ahead`). During the pause, the servers write and read only the data
-that has changed since that copy.
+that has changed since the last copy.
 """
 
 import asyncio
@@ -38,13 +38,12 @@ from vllm_omni.entrypoints.staging_directory import StagingDirectory
 logger = logging.getLogger("vllm." + __name__)
 
 _AT_A_TIME: Final = 2
-"""Number of sessions whose snapshots are written and sent concurrently while the server drains. The
-other sessions continue meanwhile, or wait until their clients have read all finished chunks.
+"""Number of sessions whose snapshots are written and sent concurrently while the server drains.
+Meanwhile, the other sessions continue, or wait until their clients have read all finished chunks.
 """
 _COPIES_AHEAD: Final = 2
-"""Number of snapshot versions that are copied while the session is active. The first copy is slow,
-so much of the session changes while it runs. The second copy takes only slightly longer than the
-final one.
+"""Number of snapshot versions copied while the session is active. The first copy is slow, so much
+of the session changes during it. The second copy takes only slightly longer than the final one.
 """
 _MOVE_S: Final = 20.0
 """Time limit in seconds for moving a session while the server drains. One chunk of the session may
@@ -63,7 +62,7 @@ class MovedSession:
     pause_s: float
     """Time in seconds from the start of the pause until the target server confirmed the move."""
     pause_bytes: int
-    """Number of bytes that were copied during the pause, at most `num_bytes`."""
+    """Number of bytes copied during the pause, at most `num_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -71,16 +70,16 @@ class _Shared:
     """A move whose snapshot is in a shared directory."""
 
     move_id: str
-    """Id of the move, which the target server has prepared."""
+    """Id of the move that the target server has prepared."""
     path: Path
     """Path of the snapshot, which holds the state after an earlier chunk."""
 
 
 class SessionMover:
-    """Moves sessions of one API server process to other servers.
+    """Moves sessions from one API server process to other servers.
 
     Args:
-        fleet: The other servers of the fleet, and the operator's key.
+        fleet: The fleet's other servers, and the operator's key.
         migration: Saves sessions to snapshots.
 
     Raises:
@@ -117,8 +116,8 @@ class SessionMover:
         Args:
             session: The session.
             name: Name of the target server.
-            server: Addresses of the target server.
-            turn: Exit stack that is closed when the snapshot has been sent.
+            server: The target server's addresses.
+            turn: Exit stack that is closed once the snapshot has been sent.
 
         Raises:
             EndpointError: `not_movable`, `session_busy` or `move_failed`: the session remains on
@@ -281,7 +280,7 @@ class SessionMover:
     async def _settle(self, session: Session, peer: Peer, move_id: str, path: Path) -> None:
         """Notify the target server that its session is the only copy, and delete the snapshot.
 
-        If the target server has been killed, it may not have written a snapshot yet, so this
+        If the target server has been killed, it may not have written its own snapshot yet, so this
         snapshot is retained.
         """
         if await peer.end_for_certain(move_id) is MoveResult.MOVED:
@@ -293,7 +292,7 @@ class SessionMover:
         """End a session that may be live on the target server, and retain its last snapshot.
 
         Raises:
-            EndpointError: `session_lost`, in every case.
+            EndpointError: Always raised, with the code `session_lost`.
         """
         self._manager.lose(session)  # also removes its older periodic snapshot
         self._keep(session, peer, path)
@@ -348,8 +347,9 @@ class SessionMover:
         chosen: dict[str, str],
         turn: contextlib.AsyncExitStack,
     ) -> None:
-        """Move a session to the first server that accepts it. The server that received other
-        sessions of the client is tried first, then the servers with the most free capacity.
+        """Move a session to the first server that accepts it. A server that has already received
+        other sessions of the same client is tried first, followed by the servers with the most free
+        capacity.
         """
         tried: set[str] = set()
         while session.started and session.destination is None:

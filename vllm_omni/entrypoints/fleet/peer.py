@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Peer`: the HTTP calls with which one server moves a session to another.
+"""`Peer`: the HTTP calls that one server makes to move a session to another.
 
 A move has two phases. `prepare` sends the snapshot. The target server restores the session but
 hides it from clients, and discards it after a time limit. `commit` makes the session live. If the
@@ -24,7 +24,7 @@ from vllm_omni.entrypoints.limits.access import MIGRATIONS_PATH, READY_PATH
 from vllm_omni.entrypoints.snapshot_upload import PART_BYTES
 
 RESOLVE_S: Final = 10.0
-"""Time in seconds after a commit during which the source server requests the result. The target
+"""Time in seconds after a commit during which the source server may request the result. The target
 server does not move the session to a third server within this time, so a refused connection proves
 that the session has ended.
 """
@@ -52,10 +52,10 @@ class Peer:
     """Client for the routes through which another server receives sessions.
 
     Args:
-        client: HTTP client of this process.
+        client: This process's HTTP client.
         name: Name of the server.
-        server: Addresses of the server.
-        key: Key of the operator.
+        server: The server's addresses.
+        key: The operator's key.
     """
 
     def __init__(
@@ -65,7 +65,9 @@ class Peer:
         self._headers = {"Authorization": f"Bearer {key}"}
 
     async def num_free(self) -> int:
-        """Return how many more sessions the server accepts; 0 if it does not respond."""
+        """Return the number of additional sessions that the server accepts; 0 if it is not ready or
+        does not respond.
+        """
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError):
             async with self._client.get(
                 self._url(READY_PATH), timeout=_limit(_READY_S)
@@ -79,7 +81,7 @@ class Peer:
         """Make the server read a snapshot, or a later version of it, from the shared directory.
 
         Raises:
-            EndpointError: As for `prepare`.
+            EndpointError: `move_failed`, as for `prepare`.
         """
         limit_s = _PREPARE_S + path.stat().st_size / _LEAST_BYTES_PER_S
         status, reply = await self._call("PUT", f"{move_id}?shared={path.name}", limit_s)
@@ -111,7 +113,7 @@ class Peer:
 
         Args:
             move_id: Id of the move.
-            stream_state: Controls of the session's live stream. None: the session has no live
+            stream_state: Controls for the session's live stream. None: the session has no live
                 stream.
 
         This method returns within `RESOLVE_S` seconds.
@@ -124,8 +126,7 @@ class Peer:
         return await self.end_for_certain(move_id, RESOLVE_S - _COMMIT_S)
 
     async def end_for_certain(self, move_id: str, limit_s: float = RESOLVE_S) -> MoveResult:
-        """End a move as `end` does, but repeat the request until the server replies or the time
-        limit expires.
+        """Like `end`, but repeat the request until the server replies or the time limit expires.
 
         Args:
             move_id: Id of the move.
@@ -142,7 +143,7 @@ class Peer:
             await asyncio.sleep(_RETRY_S)
 
     async def end(self, move_id: str) -> MoveResult:
-        """End a move. If the session has been prepared but not committed, it is discarded.
+        """End a move. If its session has been prepared but not committed, the session is discarded.
         Idempotent.
         """
         try:
@@ -154,7 +155,7 @@ class Peer:
         if status == 200:
             is_live = reply.get("state") == "committed"
             return MoveResult.MOVED if is_live else MoveResult.STAYED
-        # A server that has restarted does not know the move and has no earlier sessions.
+        # A restarted server does not know the move and has no earlier sessions.
         is_new = status == 404 and _code(reply) == "unknown_migration"
         return MoveResult.STAYED if is_new else MoveResult.UNKNOWN
 

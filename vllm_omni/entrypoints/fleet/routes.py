@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes for operators and other servers that move sessions.
+"""Routes for operators, and for other servers that move sessions.
 
         GET    /omni/sessions                      the live sessions
         POST   /omni/sessions/{name}/migrate       move a session: {"to": name or URL}
@@ -55,7 +55,7 @@ class LiveSessionReply(BaseModel):
     """A live session, as listed in `LiveSessionsReply`."""
 
     name: str
-    """The client's id of the session."""
+    """The client's id for the session."""
     principal: str
     """Digest of the client's API key, or `anonymous`."""
     next_chunk_index: int
@@ -81,8 +81,8 @@ class MigrateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     to: str
     """Name or address of another server in the fleet file (`omni.fleet`)."""
     principal: str | None = None
-    """Owner of the session, which is required if several clients have a session with this name.
-    Default: the only owner.
+    """Owner of the session. Required if several clients have a session with this name. Default: the
+    only owner.
     """
 
 
@@ -90,7 +90,7 @@ class MigrateReply(BaseModel):
     """Response body of `POST /omni/sessions/{name}/migrate`."""
 
     name: str
-    """The client's id of the session."""
+    """The client's id for the session."""
     server: str
     """Name of the server on which the session continues."""
     next_chunk_index: int
@@ -101,7 +101,7 @@ class MigrateReply(BaseModel):
     """Time in milliseconds from the start of the pause until the target server confirmed the move.
     """
     pause_bytes: int
-    """Number of bytes that were copied during the pause, at most `bytes`."""
+    """Number of bytes copied during the pause, at most `bytes`."""
 
 
 class FleetRoutes:
@@ -136,8 +136,8 @@ class FleetRoutes:
         server.sessions.drain.move_away = self._leave
 
     async def _leave(self) -> None:
-        """Move the sessions to other servers. Half of the drain time is reserved for the sessions
-        that remain on this server.
+        """Move this server's sessions to other servers. Half of the drain time is reserved for the
+        sessions that remain on this server.
         """
         await self._incoming.wait_until_settled()
         if not self.fleet.others:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Fleet`: the servers between which sessions may move, and the key of their operator.
+"""`Fleet`: the servers between which sessions may move, and their operator's key.
 
 The servers are listed in a TOML file (`omni.fleet`), which may be the same on all servers:
 
@@ -34,19 +34,18 @@ _Url = Annotated[str, msgspec.Meta(pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?\Z"
 
 
 class FleetServer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Entry of one server in the fleet file."""
+    """One server's entry in the fleet file."""
 
     url: _Url
     """URL at which the other servers reach this server."""
     public_url: _Url | None = None
-    """URL at which clients reach this server. Default: clients keep the address that they already
-    use, where a proxy selects the server by its name.
+    """URL at which clients reach this server. Default: clients keep using their current address,
+    where a proxy selects the server by its name.
     """
     shared_dir: str | None = None
-    """Directory shared by all servers that specify the same value, for example in the in-memory
-    file system of their host. Sessions move between these servers through the directory, and most
-    of a session is copied while the session is active. Default: snapshots are sent over the
-    network.
+    """Directory shared by all servers that specify the same value, for example in their host's
+    in-memory file system. Sessions move between these servers through the directory, and most of a
+    session is copied while it is active. Default: snapshots are sent over the network.
     """
 
 
@@ -76,7 +75,7 @@ class Fleet:
     """The other servers of a fleet, as seen by one server."""
 
     key: str | None
-    """Key of the operator. None: the operator routes are disabled."""
+    """The operator's key. None: the operator routes are disabled."""
     others: Mapping[str, FleetServer]
     """The other servers by name."""
     shared_dir: str | None = None
@@ -92,7 +91,7 @@ class Fleet:
         Args:
             path: Value of `omni.fleet`.
             own_name: Value of `omni.server_name`.
-            environ: Environment variables. Default: those of the process.
+            environ: Environment variables. Default: those of this process.
 
         Raises:
             ValueError: The fleet file or the operator's key is invalid, or the key is missing.
@@ -119,14 +118,16 @@ class Fleet:
         return cls(key, others, servers[own_name].shared_dir)
 
     def is_operator(self, authorization: str) -> bool:
-        """Return whether an `Authorization` header contains the key, compared in constant time."""
+        """Return whether an `Authorization` header contains the key. The comparison takes constant
+        time.
+        """
         scheme, _, token = authorization.partition(" ")
         known = (self.key or "").encode()
         is_equal = hmac.compare_digest(token.encode("utf-8", "surrogateescape"), known)
         return self.key is not None and scheme.lower() == "bearer" and is_equal
 
     def find(self, name_or_url: str) -> tuple[str, FleetServer] | None:
-        """Return another server by its name or its address, or None if it is not listed."""
+        """Find another server by its name or address. Return None if it is not listed."""
         for name, server in self.others.items():
             if name_or_url == name or name_or_url.rstrip("/") == server.url.rstrip("/"):
                 return name, server

@@ -3,10 +3,11 @@
 change state or occupy the engine, and tickets for browsers.
 
 Stock vLLM requires the `Authorization` header for the prefixes `/v1`, `/v2`, `/inference` and
-`/cohere`. This module adds three things as routes and middleware of the application:
+`/cohere`. This module adds three mechanisms as routes and middleware:
 
-- `KeyGuard` also requires an API key for all other routes, except for `OPEN_PATHS` and the files of
-  the web page.
+- `KeyGuard` also requires an API key for all other routes, except for `OPEN_PATHS`, the paths that
+  endpoints declare open (the web page's files and `/omni/watch`), `/omni/ws/...`, the fleet routes,
+  which require the operator's key, and `OPTIONS` requests.
 - A browser cannot set headers on a WebSocket, so it exchanges its key for a ticket
   (`POST /v1/omni/ticket`) and connects to `/omni/ws/...`. This route replaces the ticket with an
   `Authorization` header and passes the connection through the whole application again as `/v1/...`,
@@ -48,8 +49,8 @@ TICKET_SUBPROTOCOL: Final = "ticket."
 
 SESSIONS_PATH: Final = "/v1/sessions"
 _WORKING_READS: Final = (f"{SESSIONS_PATH}/", "/v1/hidden_states/")
-"""Prefixes of `GET` routes that have side effects: a snapshot occupies the engine, and hidden
-states are returned only once.
+"""Prefixes of `GET` routes that have side effects: taking a snapshot occupies the engine, and
+hidden states are returned only once.
 """
 _OWNER: Final = "vllm_omni.owner"
 
@@ -62,12 +63,12 @@ READY_PATH: Final = "/omni/ready"
 OPEN_PATHS: Final = frozenset(
     {"/health", READY_PATH, "/ping", "/version", "/load", "/metrics", "/metrics/"}
 )
-"""Paths that require no key because probes and Prometheus use them, as in stock vLLM."""
+"""Paths that require no key, because probes and Prometheus use them, as in stock vLLM."""
 
 
 def configured_keys(args: Namespace) -> tuple[str, ...]:
-    """Return the server's API keys: those of `--api-key`, or else VLLM_API_KEY, as in stock
-    vLLM.
+    """Return the server's API keys: those set by `--api-key`, or otherwise VLLM_API_KEY, as in
+    stock vLLM.
     """
     from vllm import envs
 
@@ -75,9 +76,7 @@ def configured_keys(args: Namespace) -> tuple[str, ...]:
 
 
 class BrowserAccess:
-    """The API keys of one API server process, and the tickets that clients can use instead of
-    keys.
-    """
+    """One API server process's API keys, and the tickets that clients can use instead of keys."""
 
     def __init__(self, keys: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
         self._keys = tuple(keys)
@@ -123,7 +122,8 @@ class BrowserAccess:
         if not self._keys:
             return JSONResponse({"required": False}, headers=headers)
         index = self.key_index(request.headers)
-        # stock vLLM's middleware has already checked the key, unless a proxy rewrites paths
+        # stock vLLM's middleware has already checked the key, except behind a proxy that rewrites
+        # paths
         if index is None:
             return _unauthorized()
         ticket = self._office.issue(index, request.headers.get("origin"))
@@ -143,7 +143,7 @@ class BrowserAccess:
                 await websocket.send_denial_response(Response("a new ticket is needed", 401))
                 return
             headers = [item for item in headers if item[0] != b"authorization"]
-            # Headers are Latin-1. The key arrived in a header, so it can be encoded.
+            # Headers are Latin-1. The key arrived in a header, so it can be encoded as Latin-1.
             headers.append((b"authorization", b"Bearer " + self._keys[index].encode("latin-1")))
         await websocket.app(_without_ticket(rest, headers), websocket.receive, websocket.send)
 
@@ -160,9 +160,9 @@ def owner_of(connection: HTTPConnection) -> str:
 class KeyGuard:
     """ASGI middleware that requires an API key.
 
-    Paths that require no key, preflight requests and WebSockets that are opened with a ticket are
-    exempt. The middleware also records the owner of the files and jobs that a request creates,
-    which `owner_of` returns.
+    Paths that require no key, operator paths, `OPTIONS` requests and the WebSockets that require a
+    ticket instead are exempt. The middleware also records the owner of the files and jobs that a
+    request creates; `owner_of` returns it.
     """
 
     def __init__(self, app: ASGIApp, access: BrowserAccess) -> None:
@@ -179,7 +179,7 @@ class KeyGuard:
 
     def _needs_key(self, scope: Scope) -> bool:
         if not self._access.needs_key or scope["type"] not in ("http", "websocket"):
-            return False  # no keys are configured, or the scope is a lifespan and not a request
+            return False  # no keys are configured, or the scope is a lifespan rather than a request
         path = route_path(scope)
         is_open = path in self._access.open_paths or path.startswith(SOCKET_PREFIX)
         is_open = is_open or any(
@@ -193,7 +193,7 @@ class OriginGuard:
 
     The WebSocket endpoints also refuse connections from pages with other origins. A browser sends a
     form, or JSON without its content type, to any server without a preflight request. A server with
-    API keys refuses such a request, but a server at 127.0.0.1 often has no keys. Clients other than
+    API keys refuses such requests, but a server at 127.0.0.1 often has no keys. Clients other than
     browsers send neither `Origin` nor `Sec-Fetch-Site`, so this check does not affect them.
 
     Args:
@@ -221,7 +221,7 @@ class OriginGuard:
     def _is_allowed(self, headers: Headers) -> bool:
         """Return whether the page from which the request originates may send it.
 
-        The browser's value `same-origin` is also correct behind a proxy that changes `Host`. A page
+        The browser's `same-origin` value is correct even behind a proxy that changes `Host`. A page
         cannot set `Sec-Fetch-Site` itself.
         """
         site = headers.get("sec-fetch-site")
@@ -242,19 +242,19 @@ def _works(scope: Scope) -> bool:
 
 
 def route_path(scope: Scope) -> str:
-    """Return the path of a request, without the server's root path."""
+    """Return a request's path without the server's root path."""
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
 def _unauthorized() -> Response:
-    return JSONResponse({"error": "Unauthorized"}, 401)  # the text of stock vLLM
+    return JSONResponse({"error": "Unauthorized"}, 401)  # the same text as in stock vLLM
 
 
 def _offered_ticket(websocket: WebSocket) -> str:
-    """Return the ticket from the WebSocket subprotocols (`ticket.XXX`) or the query
+    """Return the ticket from the WebSocket subprotocols (`ticket.XXX`) or the query string
     (`?ticket=XXX`).
 
-    The subprotocols are preferred because the query may appear in access logs.
+    The subprotocols take precedence, because the query string may appear in access logs.
     """
     for offered in websocket.scope.get("subprotocols") or []:
         if offered.startswith(TICKET_SUBPROTOCOL):
@@ -263,7 +263,7 @@ def _offered_ticket(websocket: WebSocket) -> str:
 
 
 def _without_ticket(scope: Scope, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
-    """Return a copy of the scope that has the path of the endpoint and no ticket."""
+    """Return a copy of the scope with the endpoint's path and without the ticket."""
     path = scope.get("root_path", "") + "/v1/" + route_path(scope).removeprefix(SOCKET_PREFIX)
     subprotocols = [
         item for item in scope.get("subprotocols") or [] if not item.startswith(TICKET_SUBPROTOCOL)

@@ -2,12 +2,12 @@
 """`BodyTimeout`: ASGI middleware that ends requests whose bodies arrive too slowly.
 
 A body may take `body_grace_s` seconds plus one second for every `min_body_bytes_per_s` bytes
-received. Only the time spent waiting for the client counts. When the time is used up, the client
+received. Only the time spent waiting for the client counts. When this time is used up, the client
 receives 408 `timeout`, the connection is closed, and the route receives a disconnect.
 
 If a route does not read a body completely, the rest is read at a limited rate before the response
-ends. Closing a connection with unread bytes would reset it. A client that sends its whole request
-before it reads would then not receive the response.
+ends. Closing a connection with unread bytes would reset it, and a client that sends its whole
+request before it reads would not receive the response.
 
 Middleware is required because uvicorn and Starlette have no timeout for bodies. nginx's timeout
 (client_body_timeout) applies to each read separately, so a client can send one byte per minute.
@@ -27,11 +27,11 @@ from vllm_omni.entrypoints.errors import ApiError
 logger = logging.getLogger("vllm." + __name__)
 
 _MOST_DISCARDED_BYTES = 1 << 28
-"""Maximum number of unread bytes of a body that are read and discarded. If the body is longer, the
-connection is closed.
+"""Maximum number of unread body bytes that are read and discarded. If more remain, the connection
+is closed.
 """
 DISCARDED_BYTES_PER_S = 16 << 20
-"""Maximum rate at which the unread bodies of one client address are discarded in total. Discarding
+"""Maximum total rate at which the unread bodies from one client address are discarded. Discarding
 at this rate takes 4 % of a core.
 """
 
@@ -61,7 +61,7 @@ class BodyTimeout:
 class _PacedRequest:
     """An HTTP request whose body has a time limit.
 
-    `discards` counts, for each client address, the bodies that are being discarded.
+    `discards` counts the bodies that are being discarded, by client address.
     """
 
     def __init__(

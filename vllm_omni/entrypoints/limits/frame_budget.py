@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`FrameBudget`: limits the rate of small WebSocket frames per connection. The frames are counted
-while they are parsed.
+while they are being parsed.
 
-Every frame costs the event loop some microseconds, regardless of its size. Fragments, pings and
-pongs are limited neither by `--ws-max-size` nor by the message rate of the endpoints. One megabyte
-of such frames blocked all other connections for seconds. Frames of `SMALL_BYTES` or more are not
-counted because the byte limits cover them. A connection that exceeds the budget is closed with code
-1008 and a reason. Reverse proxies do not parse WebSocket frames, so `BudgetedProtocol` counts them
-in uvicorn.
+Every frame costs the event loop a few microseconds, regardless of its size. Neither `--ws-max-size`
+nor the endpoints' message rate limits fragments, pings and pongs. One megabyte of such frames
+blocked all other connections for seconds. Frames of `SMALL_BYTES` or more are not counted, because
+the byte limits apply to them. A connection that exceeds the budget is closed with code 1008 and a
+reason. Reverse proxies do not parse WebSocket frames, so `BudgetedProtocol` counts them in uvicorn.
 
 A protocol class is required because neither uvicorn nor `websockets` limits the number of frames,
 and ASGI does not expose fragments, pings or pongs. tests/seams/test_uvicorn.py detects changes to
@@ -27,18 +26,18 @@ from vllm_omni.entrypoints.limits.token_bucket import TokenBucket
 logger = logging.getLogger("vllm." + __name__)
 
 SMALL_BYTES: Final = 1024
-"""Payload size in bytes from which a frame is no longer counted as small. WebSocket libraries split
-messages into fragments of 1 KiB to 128 KiB.
+"""Payload size in bytes at and above which a frame no longer counts as small. WebSocket libraries
+split messages into fragments of 1 KiB to 128 KiB.
 """
 BURST_S: Final = 1.0
-"""Maximum burst, expressed in seconds of the average rate. The average rate is at least twice the
+"""Maximum burst, expressed in seconds at the average rate. The average rate is at least twice the
 message rate that an endpoint accepts.
 
 Each new connection starts with a full budget. Parsing the frames of a full budget takes 4 ms.
 """
 SLICE_BYTES: Final = 4096
-"""Number of bytes that are parsed between two checks of the budget. This number of bytes contains
-at most 682 frames, which take about 4 ms to parse.
+"""Number of bytes parsed between two checks of the budget. That many bytes contain at most 682
+frames, which take about 4 ms to parse.
 """
 _LINGER_S: Final = 1.0
 """Time in seconds for which the socket stays open after the close frame. Closing the socket
@@ -48,11 +47,11 @@ immediately would reset the connection, and the peer would not receive the close
 
 @dataclass(frozen=True)
 class FrameBudget:
-    """Budget of small frames for one connection."""
+    """Budget for small frames on one connection."""
 
     small_frames_per_s: float = 400.0
-    """Allowed average number of small frames per second. A burst may contain `BURST_S` seconds'
-    worth of frames.
+    """Allowed average number of small frames per second. A burst may contain as many frames as this
+    rate allows in `BURST_S` seconds.
     """
 
     @property
@@ -61,7 +60,7 @@ class FrameBudget:
 
     @property
     def reason(self) -> str:
-        """Close reason for a connection that exceeds the budget."""
+        """Close reason for connections that exceed the budget."""
         return f"more than {self.small_frames_per_s:g} frames under {SMALL_BYTES} bytes a second"
 
     def bucket(self) -> TokenBucket:
@@ -77,8 +76,8 @@ class FrameBudget:
 
 
 class BudgetedProtocol(GatheringProtocol):
-    """uvicorn's WebSocket protocol with a frame budget. The class parses data in slices, and
-    accepts no more frames when the budget is exceeded.
+    """uvicorn's WebSocket protocol with a frame budget. It parses data in slices and accepts no
+    more frames once the budget is exceeded.
     """
 
     def __init__(self, *args: Any, budget: FrameBudget, **kwargs: Any) -> None:
@@ -109,8 +108,8 @@ class BudgetedProtocol(GatheringProtocol):
             self._give_up()
 
     def _give_up(self) -> None:
-        """Close the connection with code 1008, and discard further data until the peer has read the
-        close frame.
+        """Close the connection with code 1008, and discard all later data until the peer has read
+        the close frame.
         """
         self._is_over = True
         self.stop_keepalive()

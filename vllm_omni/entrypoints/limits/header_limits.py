@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits on request headers: `--h11-max-incomplete-event-size` and `--h11-max-header-count`.
 
-A server stores the headers of a request before it checks any key. httptools does not limit the size
-of the headers and ignores both options. h11 enforces the size limit. The count limit is vLLM's own
-option, so this module enforces it. A WebSocket handshake is an HTTP request and has the same
-limits.
+A server stores a request's headers before it checks the API key. httptools does not limit the
+header size and ignores both options. h11 enforces the size limit. The count limit is vLLM's own
+option, so this module enforces it. A WebSocket handshake is an HTTP request, so the same limits
+apply to it.
 
 uvicorn prefers httptools if it is installed. httptools also stops reading a request that offers an
-unknown upgrade, so it would lose the body of every request from Java's HttpClient, which offers
+unknown upgrade. It would lose the body of every request from Java's HttpClient, which offers
 `Upgrade: h2c` by default. RFC 9110 allows servers to ignore the offer, and h11 does so.
 """
 
@@ -21,14 +21,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from vllm_omni.entrypoints.lifespan import run_before_serving
 
 DEFAULT_BYTES: Final = 64 << 10
-"""Default limit on the size of the headers in bytes. The limit replaces vLLM's default of 4 MiB
-because a few hundred connections with headers of that size would use gigabytes.
+"""Default limit on the total header size in bytes. It replaces vLLM's default of 4 MiB, because a
+few hundred connections with headers of that size would use gigabytes.
 """
 VLLM_DEFAULT_BYTES: Final = 4 << 20
 
 
 class HeaderCount:
-    """ASGI middleware around the whole application. A request with too many headers is refused with
+    """ASGI middleware around the whole application that refuses requests with too many headers with
     status 431.
     """
 

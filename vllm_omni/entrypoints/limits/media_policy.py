@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A single policy for media URLs, which applies to all routes of this package's servers.
+"""One policy for media URLs, which applies to all routes on this package's servers.
 
 `data:` URLs are always accepted. `http:` and `https:` URLs require vLLM's
-`--allowed-media-domains`, and `file:` URLs require `--allowed-local-media-path`. If
-`--allowed-media-domains` is not set, vLLM's own connector would fetch any URL, including URLs in
-the server's internal network. If media cannot be fetched or decoded, the response is a client error
-(4xx).
+`--allowed-media-domains`, and `file:` URLs require `--allowed-local-media-path`. Without this
+policy, vLLM's own connector would fetch any URL if `--allowed-media-domains` is not set, including
+URLs on the server's internal network. If media cannot be fetched or decoded, the response is a
+client error (4xx).
 """
 
 import contextlib
@@ -28,10 +28,10 @@ _PARAMETER: Final = "url"
 
 
 def apply_media_policy() -> None:
-    """Apply the policy to vLLM's routes, unless VLLM_MEDIA_CONNECTOR selects a connector.
+    """If VLLM_MEDIA_CONNECTOR does not select a connector, apply the policy to vLLM's routes.
 
-    Redirects are followed only if VLLM_MEDIA_URL_ALLOW_REDIRECTS allows it, because the targets of
-    redirects are not checked.
+    Redirects are followed only if VLLM_MEDIA_URL_ALLOW_REDIRECTS allows it, because redirect
+    targets are not checked.
     """
     os.environ.setdefault("VLLM_MEDIA_CONNECTOR", _NAME)
     os.environ.setdefault("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "0")
@@ -87,8 +87,7 @@ class AllowedMediaConnector(MediaConnector):
 def _client_errors() -> Iterator[None]:
     """Report failures to fetch or decode media as client errors.
 
-    The messages of the original errors may contain paths, so they are logged but not sent to the
-    client.
+    The original error messages may contain paths, so they are logged but not sent to the client.
     """
     try:
         yield

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`QuotaGuard`: enforces quotas on HTTP requests. A request that exceeds a quota is refused with
-429. The bytes of each response are charged to the client.
+status 429. The bytes of each response are charged to the client.
 
-Sessions, including those of environments, are charged in `../realtime/sessions/session.py`.
-Requests to open paths (`OPEN_PATHS`), ticket requests, and `OPTIONS` and `DELETE` requests are
-never charged or refused. The guard runs after the API key has been checked.
+`../realtime/sessions/session.py` charges sessions, including those of environments. Requests to
+`/`, open paths (`OPEN_PATHS`), `/omni` and `/v1/environments` paths, ticket requests, and requests
+with methods other than `GET`, `POST` and `PUT` are never charged or refused, and their response
+bytes are not charged. The guard runs after the API key has been checked.
 """
 
 from typing import Final
@@ -28,13 +29,13 @@ _CHARGED: Final = frozenset({"GET", "POST", "PUT"})
 
 
 class QuotaGuard:
-    """ASGI middleware that charges HTTP requests to the quotas of their clients.
+    """ASGI middleware that charges HTTP requests to their clients' quotas.
 
     `quotas` is set after the server has read its options and before it accepts requests.
     """
 
     quotas: Quotas = Quotas()
-    """Quotas of the clients. Default: no client has a quota."""
+    """The clients' quotas. Default: no client has a quota."""
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """Wrap an application with this guard. This method is the factory that Starlette's

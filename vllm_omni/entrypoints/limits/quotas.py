@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quotas of API keys: sessions, chunks per minute and bytes per minute.
+"""Quotas for API keys: sessions, chunks per minute and bytes per minute.
 
-The quota file (`omni.quotas`) is in TOML. The file identifies API keys by their SHA-256, so it
-contains no secrets, and it assigns each key a name for metrics.
+The quota file (`omni.quotas`) is in TOML format. It identifies API keys by their SHA-256, so it
+contains no secrets, and assigns each key a name for metrics.
 
         [default]                  # keys without a table; without API keys, every address
         sessions = 4
@@ -13,16 +13,16 @@ contains no secrets, and it assigns each key a name for metrics.
         chunks_per_minute = 120    # of live sessions; an HTTP generation request counts as one
         bytes_per_minute = 500_000_000
 
-A value that is absent imposes no limit. `chunks_per_minute` and `bytes_per_minute` are token
-buckets with a capacity of one minute, so a client that was idle may use a full minute's quota at
-once. A request may start if at least one chunk and one byte are available. A request that has
-started is always finished and charged, even if a bucket becomes negative. The next request must
-then wait longer. Each API server process counts separately.
+An absent value imposes no limit. `chunks_per_minute` and `bytes_per_minute` are token buckets that
+hold one minute's quota, so a client that was idle can use a full minute's quota at once. A request
+may start if at least one chunk and one byte are available. Once started, a request is always
+finished and charged, even if a bucket's balance becomes negative. The next request must then wait
+longer. Each API server process counts separately.
 
-`Quotas.allowance_of` returns the `Allowance` of a client. An `Allowance` refuses requests by
-raising `EndpointError` with code `quota_exceeded`.
+`Quotas.allowance_of` returns a client's `Allowance`. An `Allowance` refuses requests by raising
+`EndpointError` with the code `quota_exceeded`.
 
-vLLM's `--api-key` is not sufficient because it accepts a list of keys but cannot limit what each
+vLLM's `--api-key` is not sufficient, because it accepts a list of keys but cannot limit what each
 key may use.
 """
 
@@ -49,15 +49,15 @@ _PRINCIPAL_CHARS: Final = 16
 _REMEMBERED: Final = 4096
 _MINUTE_S: Final = 60.0
 _SESSION_RETRY_S: Final = 1.0
-"""Retry interval in seconds that is sent to a client whose new session is refused. The interval is
-fixed because only the client can end its sessions.
+"""Retry interval in seconds, sent to a client whose new session is refused. The interval is fixed,
+because only the client can end its sessions.
 """
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
 
 
 class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of one client. None: only the server's own limits apply."""
+    """Limits for one client. None: only the server's own limits apply."""
 
     sessions: Count | None = None
     """Maximum number of live sessions."""
@@ -68,7 +68,7 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class KeyQuota(Quota, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of one API key."""
+    """Limits for one API key."""
 
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
     """SHA-256 of the key, in lower-case hexadecimal digits."""
@@ -78,11 +78,11 @@ class QuotaFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Contents of the quota file."""
 
     default: Quota = Quota()
-    """Limits for keys without a table of their own. If the server has no API keys: limits for every
-    client address.
+    """Limits for keys without a table of their own. If the server has no API keys, these limits
+    apply to each client address.
     """
     keys: dict[Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")], KeyQuota] = {}
-    """Limits of API keys, by the name of the key."""
+    """Limits for API keys, by key name."""
 
     @classmethod
     def read_file(cls, path: Path) -> "QuotaFile":
@@ -109,7 +109,7 @@ class QuotaFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class QuotaMetrics:
-    """Metrics of quotas, labelled with key names from the quota file and never with keys or
+    """Quota metrics, labelled with key names from the quota file and never with keys or
     addresses.
     """
 
@@ -126,8 +126,8 @@ class QuotaMetrics:
 
 @functools.cache
 def quota_metrics() -> QuotaMetrics:
-    """Return the quota metrics of this process. All callers share one object because a registry
-    accepts each name only once.
+    """Return this process's quota metrics. All callers share one object, because a registry accepts
+    each name only once.
     """
     return QuotaMetrics()
 
@@ -150,42 +150,42 @@ class Allowance:
         """Check whether the client may open another session.
 
         Raises:
-            EndpointError: `quota_exceeded`, because the client has used up its quota.
+            EndpointError: `quota_exceeded` if the client has used up its quota.
         """
 
     def open_session(self) -> None:
         """Record that the client has opened a session."""
 
     def close_session(self) -> None:
-        """Record that a session of the client has ended."""
+        """Record that one of the client's sessions has ended."""
 
     def take_chunk(self) -> bool:
-        """Charge one chunk if it may start now, and return whether it may."""
+        """Charge one chunk if it may start now, and return whether it may start."""
         return True
 
     def check_chunk(self) -> None:
         """Check whether a chunk may start now.
 
         Raises:
-            EndpointError: `quota_exceeded`, because the client has used up its quota.
+            EndpointError: `quota_exceeded` if the client has used up its quota.
         """
 
     def check_bytes(self) -> None:
         """Check whether data may be sent now.
 
         Raises:
-            EndpointError: `quota_exceeded`, because the client has used up its quota.
+            EndpointError: `quota_exceeded` if the client has used up its quota.
         """
 
     def charge_chunks(self, count: int) -> None:
         """Charge the given number of chunks, which are about to start."""
 
     def charge_bytes(self, count: int) -> None:
-        """Charge the bytes of responses to the client."""
+        """Charge response bytes to the client."""
 
 
 class LimitedAllowance(Allowance):
-    """Remaining quota of a client that has limits."""
+    """Remaining quota of a client with limits."""
 
     def __init__(
         self, name: str, quota: Quota, metrics: QuotaMetrics, clock: Callable[[], float]
@@ -248,13 +248,13 @@ UNLIMITED: Final = Allowance()
 
 
 class Quotas:
-    """Allowances of the clients of one API server process. This base class imposes no limits."""
+    """Allowances for the clients of one API server process. This base class imposes no limits."""
 
     def allowance_of(self, client: str) -> Allowance:
-        """Return the allowance of a client.
+        """Return a client's allowance.
 
         Args:
-            client: Value of `Connection.client`: the principal of an API key, or an address.
+            client: Value of `Connection.client`: an API key's principal, or an address.
         """
         return UNLIMITED
 
@@ -263,7 +263,7 @@ class FileQuotas(Quotas):
     """Allowances from a quota file.
 
     The allowance of a client with the default quota is retained while the client has a session or
-    is one of the most recent few thousand clients.
+    is among the few thousand most recent clients.
     """
 
     def __init__(self, file: QuotaFile, clock: Callable[[], float] = time.monotonic) -> None:

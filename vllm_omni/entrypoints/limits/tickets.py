@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tickets: credentials with which browsers open WebSockets, because a browser cannot set headers on
-a WebSocket.
+"""Tickets: credentials that browsers use to open WebSockets, because a browser cannot set headers
+on a WebSocket.
 
-A ticket represents one API key and one `Origin`, expires within seconds and can be used once.
+A ticket represents one API key and one `Origin`, expires within seconds and can be used only once.
 Tickets are signed and not stored, so every API server process with the same secret accepts them.
-A second use of a ticket is refused only by the process that accepted the first use.
+Only the process that accepted a ticket's first use refuses a second use.
 
-JSON Web Tokens and itsdangerous are not used because neither refuses a second use of a token, and
-the rest of the scheme needs only a single HMAC from the standard library.
+JSON Web Tokens and itsdangerous are not used, because neither refuses a second use of a token. The
+rest of the scheme needs only one HMAC from the standard library.
 """
 
 import base64
@@ -29,7 +29,7 @@ its API server processes share the secret.
 TTL_S: Final = 30
 MAX_REMEMBERED: Final = 65_536
 
-_HEAD: Final = struct.Struct(">BIH12s")  # version, expiry (Unix seconds), number of the key, nonce
+_HEAD: Final = struct.Struct(">BIH12s")  # version, expiry (Unix seconds), key index, nonce
 _VERSION: Final = 1
 _MAC_BYTES: Final = 16
 
@@ -44,8 +44,8 @@ def derive_secret(keys: Sequence[str], environ: Mapping[str, str]) -> bytes:
     """Return the secret that signs tickets.
 
     All processes with the same keys and environment derive the same secret. If `SECRET_VARIABLE` is
-    not set (plain `vllm serve`), the secret is derived from the keys with scrypt. Scrypt is slow,
-    so an attacker cannot use a ticket to test guessed keys quickly.
+    not set (plain `vllm serve`), the secret is derived from the keys with scrypt. Because scrypt is
+    slow, an attacker cannot use a ticket to test guessed keys quickly.
     """
     joined = b"\0".join(
         hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest() for key in keys
@@ -62,8 +62,8 @@ class TicketOffice:
         secret: Secret that signs the tickets.
         num_keys: Number of API keys.
         ttl_s: Lifetime of a ticket in seconds.
-        max_remembered: Maximum number of used tickets that are recorded. If more tickets are used
-            within `ttl_s`, the excess tickets are refused.
+        max_remembered: Maximum number of used tickets to record. If more tickets are used within
+            `ttl_s`, the excess tickets are refused.
         now: Function that returns the Unix time.
     """
 
@@ -86,7 +86,7 @@ class TicketOffice:
         self._order: deque[tuple[float, bytes]] = deque()
 
     def issue(self, key_index: int, origin: str | None) -> str:
-        """Return a new ticket, which consists of 47 URL-safe characters.
+        """Return a new ticket of 47 URL-safe characters.
 
         Args:
             key_index: Index of the API key.
@@ -99,7 +99,7 @@ class TicketOffice:
         return base64.urlsafe_b64encode(head + self._mac(head, origin)).rstrip(b"=").decode()
 
     def redeem_ticket(self, ticket: str, origin: str | None) -> int:
-        """Redeem a ticket, and return the index of its API key.
+        """Redeem a ticket and return the index of its API key.
 
         Raises:
             TicketError: The ticket is invalid, has expired or has already been used.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`TokenBucket`: limits the average rate and the size of bursts.
 
-The libraries `limits` and slowapi are not used because they count whole requests over a window.
-This package charges bytes and chunks. Their number is known only after the work is done, so the
-balance of a bucket may become negative.
+The `limits` and slowapi libraries are not used, because they count whole requests over a window.
+This package charges for bytes and chunks. Their number is known only after the work is done, so a
+bucket's balance can become negative.
 """
 
 import time
@@ -11,14 +11,14 @@ from collections.abc import Callable
 from typing import Final
 
 _ROUNDING: Final = 1e-6
-"""Tolerance in tokens, which ensures that a caller that waits exactly `wait_s` seconds succeeds."""
+"""Tolerance in tokens. It ensures that a caller that waits exactly `wait_s` seconds succeeds."""
 
 
 class TokenBucket:
     """A token bucket that starts full.
 
     Args:
-        per_s: Tokens that are added per second.
+        per_s: Tokens added per second.
         burst: Capacity in tokens.
         clock: Function that returns a monotonic time in seconds.
     """
@@ -31,7 +31,7 @@ class TokenBucket:
         self._counted_s = clock()
 
     def take_tokens(self, count: float) -> bool:
-        """Take tokens from the bucket. If the bucket has too few, its balance becomes negative.
+        """Take tokens from the bucket. If it has too few, its balance becomes negative.
 
         Returns:
             Whether the bucket had enough tokens.

@@ -2,7 +2,7 @@
 """Encode frames as H.264 MP4 files (PyAV) and as contact sheets (Pillow).
 
 The demo, the examples and the endpoints share this module. Frames are uint8 RGB `[T, H, W, 3]`
-NumPy arrays. Equal frames produce equal bytes on all machines that have the same version of x264.
+NumPy arrays. The same frames produce the same bytes on all machines with the same x264 version.
 """
 
 import contextlib
@@ -37,12 +37,12 @@ def encode_mp4(frames_THWC: np.ndarray, fps: float) -> bytes:
     file, and the first frame is a key frame.
 
     Args:
-        frames_THWC: Frames, uint8 RGB, T >= 1. yuv420p requires even sides, so an odd last row or
-            column is repeated and the video may be one pixel larger.
-        fps: Frames per second, > 0, exact to 1/1001.
+        frames_THWC: Frames, uint8 RGB, T >= 1. yuv420p requires even sides. If a side is odd, the
+            last row or column is repeated, so the video is one pixel larger.
+        fps: Frames per second, > 0. It is rounded to a fraction whose denominator is at most 1001.
 
     Raises:
-        ValueError: Shape or dtype of the frames is wrong.
+        ValueError: The frames have a wrong shape or dtype.
     """
     buffer = io.BytesIO()
     with av.open(
@@ -62,8 +62,8 @@ def encode_mp4(frames_THWC: np.ndarray, fps: float) -> bytes:
 class Mp4Writer:
     """Writes an MP4 file like `encode_mp4`, but in parts, so a long video requires little memory.
 
-    All frames must have the same size. The file is complete after `close`. A failed write raises
-    the original OSError. After an exception, the only method that may be called is `abandon`.
+    All frames must have the same size. The file is complete after `close`. If a write fails, the
+    original OSError is raised. After an exception, only `abandon` may be called.
     """
 
     def __init__(self, path: Path, fps: float) -> None:
@@ -80,7 +80,7 @@ class Mp4Writer:
         self._stream: VideoStream | None = None
 
     def write_frames(self, frames_THWC: np.ndarray) -> None:
-        """Encode frames, uint8 RGB `[T, H, W, 3]`, T >= 1.
+        """Encode frames. Shape: uint8 RGB `[T, H, W, 3]`, T >= 1.
 
         Raises:
             ValueError: The frames are invalid (see `encode_mp4`), or their size differs from that
@@ -114,10 +114,10 @@ class Mp4Writer:
 
 
 class _Sink:
-    """File object for libav that hides write errors until `check` raises the first of them.
+    """File object for libav that hides write errors until `check` raises the first one.
 
-    No data is written after an error. The errors are hidden because libav would crash the process,
-    or never close the file, if writing the header of an MP4 failed.
+    No data is written after an error. The errors are hidden, because libav would crash the process
+    or never close the file if writing an MP4 header failed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -149,7 +149,7 @@ class _Sink:
 
 
 def frame_rate(fps: float) -> Fraction:
-    """Return a frame rate as a fraction, exact to 1/1001.
+    """Return a frame rate as the closest fraction whose denominator is at most 1001.
 
     Raises:
         ValueError: `fps` is not in (0, 1000].
@@ -183,13 +183,13 @@ def encode_frames(
 
     Args:
         container: The open file.
-        stream: Video stream of the container.
+        stream: The container's video stream.
         frames_THWC: Frames, uint8 RGB.
         first_frame: Index of the first frame, which determines its timestamp. Default: the frames
-            follow the frames that were encoded before.
+            follow those already encoded.
 
     Raises:
-        ValueError: Shape or dtype of the frames is wrong.
+        ValueError: The frames have a wrong shape or dtype.
     """
     check_frames(frames_THWC)
     _, height, width, _ = frames_THWC.shape
@@ -211,8 +211,7 @@ def encode_frames(
 
 
 def decode_mp4(data: bytes) -> tuple[np.ndarray, float]:
-    """Decode a video file. Frames are returned in the orientation in which a video player shows
-    them.
+    """Decode a video file. The frames are oriented as a video player would show them.
 
     Returns:
         `(frames_THWC, fps)`: uint8 RGB `[T, H, W, 3]` and frames per second.
@@ -239,11 +238,11 @@ def decode_mp4(data: bytes) -> tuple[np.ndarray, float]:
 def as_displayed(
     frame: av.VideoFrame, stream: VideoStream, most_side: int | None = None
 ) -> np.ndarray:
-    """Return a decoded frame as a video player would show it, uint8 RGB [H, W, 3].
+    """Return a decoded frame as a video player would show it. Shape: uint8 RGB [H, W, 3].
 
-    Phones store upright clips rotated, with a display matrix that describes rotation and mirroring,
-    and pixels may not be square. FFmpeg's decoders report the matrix and the pixel shape but apply
-    neither. Rotations are rounded to the nearest quarter turn.
+    Phones store upright clips rotated, with a display matrix that describes rotation and mirroring.
+    In addition, pixels may not be square. FFmpeg's decoders report the matrix and the pixel shape
+    but apply neither. Rotations are rounded to the nearest quarter turn.
 
     Args:
         frame: A frame from the stream's decoder.
@@ -296,7 +295,7 @@ def check_frames(frames_THWC: np.ndarray) -> None:
     """Check the dtype and the shape of frames.
 
     Raises:
-        ValueError: The frames are not uint8 `[T, H, W, 3]`, or a dimension is empty.
+        ValueError: The frames are not uint8 `[T, H, W, 3]`, or T, H or W is 0.
     """
     if (
         frames_THWC.dtype != np.uint8

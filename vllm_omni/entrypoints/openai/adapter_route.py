@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`POST /v1/load_lora_adapter`: vLLM's route, changed to return status 400 if an adapter cannot be
+"""`POST /v1/load_lora_adapter`: vLLM's route, modified to return status 400 if an adapter cannot be
 loaded.
 
-vLLM returns 500 for every failure to load an adapter. However, an adapter that does not match the
+vLLM returns 500 whenever an adapter cannot be loaded. However, an adapter that does not match the
 model is a client error, unlike a dead engine.
 """
 

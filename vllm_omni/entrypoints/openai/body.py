@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read request bodies of the OpenAI routes. A body is JSON or a form, and its size is limited.
+"""Read request bodies for the OpenAI routes. A body is JSON or a form, and its size is limited.
 
-All values of a form are strings. If a field expects an object or a list, a value that looks like
-JSON is parsed as JSON. The `openai` client splits an object into several form fields
+All form values are strings. If a field expects an object or a list, a value that looks like JSON is
+parsed as JSON. The `openai` client splits an object into several form fields
 (`extra_params[step_ms]=5`), and this module merges them.
 """
 
@@ -24,8 +24,8 @@ _MAX_FILES: Final = 20
 _MAX_FIELDS: Final = 200
 _MAX_FIELD_BYTES: Final = 1 << 20
 _DROPPED_BYTES: Final = 1 << 20
-"""Number of bytes beyond the size limit that are read and dropped. The margin exists because a
-client that is still sending its body when the server closes the connection cannot read the reply.
+"""Number of bytes beyond the size limit that are read and dropped. If the server closed the
+connection while a client was still sending its body, the client could not read the reply.
 """
 _STRUCTURED: Final = frozenset(
     {"extra_params", "camera_actions", "prompts", "actions", "lora", "input_reference", "images"}
@@ -38,19 +38,21 @@ class ParsedBody:
     """A parsed request body."""
 
     fields: dict[str, Any]
-    """Values by parameter name. All values are strings if the body is a form."""
+    """Values by parameter name. If the body is a form, values are strings, except in fields that
+    expect an object or a list.
+    """
     files: dict[str, list[bytes]] = field(default_factory=dict)
-    """Contents of the uploaded files by field name, in the order of the upload."""
+    """Contents of the uploaded files by field name, in upload order."""
     is_form: bool = False
     """Whether the body is a form. Default: False."""
 
 
 async def read_body(request: Request, max_bytes: int) -> ParsedBody:
-    """Read and parse the body of a request.
+    """Read and parse a request body.
 
     Raises:
-        ApiError: Status 400, 413 or 415, because the body is invalid, too large or of an
-            unsupported type.
+        ApiError: Status 400, 413 or 415 if the body is invalid, too large or of an unsupported
+            type, respectively.
     """
     content_type = (
         request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
@@ -68,10 +70,10 @@ async def read_body(request: Request, max_bytes: int) -> ParsedBody:
 
 
 async def read_bytes(request: Request, max_bytes: int) -> bytes:
-    """Read the body of a request without parsing it.
+    """Read a request body without parsing it.
 
     Raises:
-        ApiError: Status 413, because the body is larger than `max_bytes`.
+        ApiError: Status 413 if the body is larger than `max_bytes`.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes + _DROPPED_BYTES:
@@ -155,10 +157,10 @@ def _add_field(fields: dict[str, Any], name: str, value: str) -> None:
 
 
 def _number_or_text(value: str) -> Any:
-    """Parse a value of a bracketed form field as JSON if possible.
+    """If possible, parse the value of a bracketed form field as JSON.
 
-    A form does not distinguish the number `5` from the text `5`. A client can send a text value as
-    quoted JSON to mark it as text.
+    A form does not distinguish the number `5` from the text `5`. To mark a value as text, a client
+    can send it as a quoted JSON string.
     """
     try:
         return msgspec.json.decode(value)

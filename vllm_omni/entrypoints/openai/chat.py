@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/chat/completions` for models that understand text, images and videos on the diffusion
-worker.
+"""`/v1/chat/completions` for models on the diffusion worker that understand text, images and
+videos.
 
 A call contains a conversation that ends with a user message. System messages come first, followed
 by user and assistant messages with at most one `image_url` or `video_url` (a `data:` URL). Fields
-with neutral values are accepted because general-purpose clients send them. A field that requires a
-feature that these models lack is an error (`chat_request.py`).
+with neutral values are accepted because general-purpose clients send them. If a field requires a
+feature that these models lack, the request is refused (`chat_request.py`).
 
-A response that is not streamed takes one engine request. A streamed response is a session that
-takes one engine request for every few tokens. A slow client therefore does not block others, and a
+A response that is not streamed takes one engine request. A streamed response uses a session, with
+one engine request for every few tokens. A slow client therefore does not block others, and a
 disconnect wastes at most one request. `Capabilities.reads` lists the kinds of input that a model
 accepts. Models that generate text through stock vLLM use vLLM's own `/v1/chat/completions`.
 """
@@ -51,12 +51,12 @@ _CHUNK_TOKENS: Final = 8
 
 @dataclass(frozen=True)
 class _Call:
-    """A chat completion call that has been validated."""
+    """A validated chat completion call."""
 
     request: ChatRequest
     """The client's request."""
     model: str
-    """Name of the model, as stated in replies."""
+    """Model name, as stated in replies."""
     prompt: str
     """Text of the last user message."""
     seed: int
@@ -66,11 +66,11 @@ class _Call:
     options: dict[str, Any]
     """Model options."""
     arrays: dict[str, np.ndarray]
-    """The image or clip of the conversation, or an empty dict for text only."""
+    """The image or clip in the conversation. Empty if the conversation is text only."""
     id: str
     """Id of the response."""
     created: int
-    """Unix time of the response in seconds."""
+    """Unix time, in seconds, at which the response was created."""
 
 
 class ChatRoutes:
@@ -113,7 +113,7 @@ class ChatRoutes:
         """Check the messages, and decode the image or clip on a worker thread.
 
         Raises:
-            ApiError: Status 400, because a message or its image or clip is invalid.
+            ApiError: Status 400 if a message or its image or clip is invalid.
         """
         lora = self._served.adapter_named(requested.model)
         conversation = read_conversation(requested.messages)

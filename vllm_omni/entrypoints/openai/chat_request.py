@@ -3,8 +3,8 @@
 the model.
 
 General-purpose clients send many fields with neutral values, such as `presence_penalty` 0 or
-`tools` []. Neutral values are accepted. If a value requires a feature that these models lack, the
-error names the field.
+`tools` []. These neutral values are accepted. If a value requires a feature that these models lack,
+the error names the field.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from vllm_omni.seeds import MAX_SEED, RANDOM_SEED
 
 _MAX_MESSAGES: Final = 256
 _MAX_CHARS: Final = 4 * MAX_PROMPT_CHARS
-"""Maximum total number of characters of all messages."""
+"""Maximum total number of characters in all messages."""
 
 Text = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
 
@@ -30,7 +30,7 @@ class _Strict(BaseModel):
 
 class DataUrl(_Strict):
     url: str
-    """The media as a `data:` URL. No other URLs are accepted."""
+    """The media as a `data:` URL. Other URLs are not accepted."""
     detail: Literal["auto", "low", "high"] | None = None
     """This field is accepted for compatibility and has no effect."""
 
@@ -68,9 +68,9 @@ Nothing = Annotated[list[Any], Field(max_length=0)] | None
 
 class UserMessage(_Strict):
     role: Literal["system", "developer", "user"]
-    """Author of the message. `developer` is an alias of `system`."""
+    """Author of the message. `developer` is an alias for `system`."""
     content: Content
-    """Text of the message, or a list of parts."""
+    """Message text, or a list of parts."""
     name: str | None = Field(None, max_length=64)
     """This field is accepted for compatibility and has no effect."""
 
@@ -81,7 +81,7 @@ class AssistantMessage(_Strict):
     role: Literal["assistant"]
     """Author of the message."""
     content: Annotated[str, Field(max_length=MAX_PROMPT_CHARS)] | list[TextPart] | None = None
-    """Text of the response."""
+    """Response text."""
     refusal: None = None
     """This field is accepted for compatibility and has no effect."""
     tool_calls: Nothing = None
@@ -119,11 +119,11 @@ class TextFormat(_Strict):
 
 class ChatRequest(_Strict):
     messages: list[Message] = Field(min_length=1, max_length=_MAX_MESSAGES)
-    """Messages of the conversation, oldest first."""
+    """Messages in the conversation, oldest first."""
     model: str | None = Field(None, max_length=1024)
-    """Name of the model, or of a LoRA adapter. Default: the served model."""
+    """Name of the model or of a LoRA adapter. Default: the served model."""
     max_tokens: int | None = Field(None, ge=1)
-    """Maximum number of generated tokens. Alias of `max_completion_tokens`."""
+    """Maximum number of generated tokens. Alias for `max_completion_tokens`."""
     max_completion_tokens: int | None = Field(None, ge=1)
     """Maximum number of generated tokens. Default: the model's default."""
     temperature: float | None = Field(None, ge=0, le=2)
@@ -139,7 +139,7 @@ class ChatRequest(_Strict):
     stream: bool | None = None
     """Whether to send server-sent events. Default: False."""
     stream_options: StreamOptions | None = None
-    """Options of a streamed response."""
+    """Options for a streamed response."""
     response_format: TextFormat | None = None
     """Format of the response. The only supported format is text."""
     modalities: list[Literal["text"]] | None = None
@@ -181,7 +181,7 @@ class ChatRequest(_Strict):
     function_call: Literal["none", "auto"] | None = None
     """This field is accepted for compatibility and has no effect."""
     extra_params: dict[str, Any] | None = None
-    """Extension. Options that are specific to the served model."""
+    """Extension. Options specific to the served model."""
 
 
 _UNSUPPORTED: Final = {
@@ -230,7 +230,7 @@ class MediaConversation:
     question: str
     """Text of the last user message."""
     seen: ImagePart | VideoPart | None
-    """Image or clip of the conversation. None: the conversation is text only."""
+    """Image or clip in the conversation. None: the conversation is text only."""
     seen_in: int | None
     """Index in `messages` of the message that contains the image or clip. None: the last user
     message contains it, or the conversation is text only.
@@ -241,7 +241,7 @@ def read_conversation(messages: Sequence[UserMessage | AssistantMessage]) -> Med
     """Check the messages of a request, and return them as a conversation.
 
     Raises:
-        ApiError: Status 400, because the messages are invalid.
+        ApiError: Status 400 if the messages are invalid.
     """
     system: list[str] = []
     turns: list[dict[str, str]] = []

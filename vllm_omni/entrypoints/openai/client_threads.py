@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ClientThreads`: decodes images and clips on threads, with a limit for each client.
+"""`ClientThreads`: decodes images and clips on threads, with a limit per client.
 
-A client is an API key or an address. Only a few files of each client are decoded at the same time.
-Further files wait, and if too many files wait, requests are refused. Clips are decoded on separate
-threads because decoding a clip may take seconds. If a client disconnects, its work is cancelled.
+A client is an API key or an address. Only a few files per client are decoded at the same time.
+Additional files wait, and if too many files are waiting, requests are refused. Clips are decoded on
+separate threads, because decoding a clip can take seconds. If a client disconnects, its work is
+cancelled.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ _CLIP_THREADS: Final = 2
 _IMAGES_PER_CLIENT: Final = 2
 _CLIPS_PER_CLIENT: Final = 1
 _WAITING_PER_CLIENT: Final = 16
-"""Maximum number of images, and of clips, per client that can be queued for decoding. Each file may
+"""Maximum number of images, and of clips, that can be queued for decoding per client. Each file can
 be as large as a request body.
 """
 
@@ -67,10 +68,10 @@ class _Slot:
 
 
 class ClientThreads:
-    """Runs decoding functions on threads, with a limit for each client.
+    """Runs decoding functions on threads, with a limit per client.
 
     Args:
-        executor: Threads that decode images, which the server also uses for other short tasks.
+        executor: Threads that decode images. The server also uses them for other short tasks.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -79,10 +80,10 @@ class ClientThreads:
         self._slots: dict[tuple[str, str], _Slot] = {}
 
     async def image(self, request: Request, function: Callable[..., T], *args: Any) -> T:
-        """Run an image decoding function on a thread, within the limit of the requesting client.
+        """Run an image decoding function on a thread, within the requesting client's limit.
 
         Raises:
-            ApiError: Status 429, because too many files of this client are waiting.
+            ApiError: Status 429 if too many files of this client are waiting.
             ClientDisconnect: The client has disconnected.
         """
         return await until_disconnected(
@@ -90,7 +91,7 @@ class ClientThreads:
         )
 
     async def clip(self, request: Request, function: Callable[..., T], *args: Any) -> T:
-        """Run a clip decoding function on a thread, within the limit of the requesting client.
+        """Run a clip decoding function on a thread, within the requesting client's limit.
 
         The function receives an additional last argument: a callable that returns whether the
         client has disconnected.
@@ -114,11 +115,11 @@ class ClientThreads:
                 return await asyncio.shield(ended)
             except asyncio.CancelledError:
                 left.set()
-                # If the function is already running, it counts toward the client's limit until it
+                # If the function is already running, it counts towards the client's limit until it
                 # ends.
                 if not work.cancel():
                     await asyncio.wait([ended])
-                    ended.exception()  # retrieve the exception, so that asyncio does not report it
+                    ended.exception()  # retrieve the exception, so asyncio does not report it
                 raise
 
     @asynccontextmanager

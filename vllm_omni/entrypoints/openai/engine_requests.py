@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert validated client requests to engine requests, and fill in the model's sizes, lengths,
+"""Convert validated client requests to engine requests, filling in the model's sizes, lengths,
 seeds and defaults.
 
-This module does no I/O and does not use the engine. A refused request raises `ApiError` with status
-400, or 404 if the request names a model that is not served. The message states the field, the
-received value and the allowed values.
+This module does no I/O and does not use the engine. If a request is refused, `ApiError` is raised
+with status 400, or 404 if the request names a model that is not served. The message states the
+field, the received value and the allowed values.
 """
 
 import math
@@ -29,16 +29,16 @@ from vllm_omni.seeds import definite_seed, nth_seed
 
 _MAX_OPTIONS_BYTES: Final = 64 << 10
 _OPENAI_SECONDS: Final = (4, 8, 12)
-"""Values that OpenAI's client types allow for `seconds`."""
+"""Values of `seconds` that OpenAI's client types allow."""
 _MIN_SIDE = 8  # lower bound of height and width in `DiffusionParams`
 
 
 @dataclass(frozen=True, kw_only=True)
 class MediaSampling:
-    """Sampling parameters of an image or video request."""
+    """Sampling parameters for an image or video request."""
 
     model: str
-    """Name of the model, as stated in replies."""
+    """Model name, as stated in replies."""
     prompt: str | None
     """Prompt. None: the model takes no prompt."""
     negative_prompt: str | None
@@ -52,18 +52,18 @@ class MediaSampling:
     steps: int | None
     """Number of denoise steps. None: the model fixes the number."""
     guidance: float | None
-    """Scale of classifier-free guidance. None: the model fixes the scale."""
+    """Classifier-free guidance scale. None: the model fixes the scale."""
     lora: list[Lora] | None
     """LoRA adapters to apply. None: the adapters are not changed."""
     options: dict[str, Any]
-    """Options that are specific to the model."""
+    """Options specific to the model."""
 
     def params(self, session_id: str, **fields: Any) -> DiffusionParams:
         """Return a one-shot engine request with these sampling parameters.
 
         Args:
-            session_id: The engine's id of the session.
-            fields: Additional parameters, or values that replace others.
+            session_id: The engine's id for the session.
+            fields: Additional parameters, or values that override others.
         """
         common: dict[str, Any] = {
             "session_id": session_id,
@@ -84,14 +84,14 @@ class MediaSampling:
 @dataclass(frozen=True)
 class ImageJob:
     sampling: MediaSampling
-    """Sampling parameters of all images."""
+    """Sampling parameters for all images."""
     n: int
     """Number of images."""
     images_per_request: int
-    """Maximum number of images in one engine request."""
+    """Maximum number of images per engine request."""
 
     def requests(self) -> list[DiffusionParams]:
-        """Return the engine requests of the call, in the order of the images.
+        """Return the call's engine requests, in image order.
 
         Image i has the seed `seed + i`.
         """
@@ -111,7 +111,7 @@ class VideoPlan:
     """Parameters of one video."""
 
     sampling: MediaSampling
-    """Sampling parameters of the video."""
+    """Sampling parameters for the video."""
     num_frames: int
     """Number of pixel frames in the video file."""
     fps: float
@@ -139,10 +139,10 @@ def plan_images(
         request: The request.
         served: The served model.
         input_size: (width, height) of the first image of an edit. If `size` is `auto` or absent,
-            the result gets the aspect ratio of this image. None: the request is not an edit.
+            the result gets this image's aspect ratio. None: the request is not an edit.
 
     Raises:
-        ApiError: Status 400, because the model does not support the request.
+        ApiError: Status 400 if the model does not support the request.
     """
     capabilities = served.capabilities
     if not (capabilities.edits_images if input_size is not None else capabilities.makes_images):
@@ -172,7 +172,7 @@ def plan_video(request: VideoRequest, served: ServedModel, has_image: bool) -> V
         has_image: Whether the client sent a start image.
 
     Raises:
-        ApiError: Status 400, because the model does not support the request.
+        ApiError: Status 400 if the model does not support the request.
     """
     capabilities = served.capabilities
     if not capabilities.makes_videos:
@@ -211,9 +211,7 @@ def _check_prompt(request: VideoRequest, served: ServedModel) -> None:
 
 
 def _actions(request: VideoRequest, served: ServedModel) -> list[ActionEntry]:
-    """Return the actions for each latent frame, after checking them against the model's
-    controls.
-    """
+    """Check the actions for each latent frame against the model's controls, and return them."""
     name = "actions" if request.actions else "camera_actions"
     if request.actions and request.camera_actions:
         raise invalid("send actions or camera_actions: one of the two", name)
@@ -236,7 +234,7 @@ def check_video_edit(request: VideoRequest, served: ServedModel) -> None:
     """Check the fields of a clip edit before the clip is decoded.
 
     Raises:
-        ApiError: Status 400, because the model or a clip edit does not support a field.
+        ApiError: Status 400 if the model or the clip edit does not support a field.
     """
     if "video_edit" not in served.capabilities.tasks:
         raise unsupported(served, "edit a video", "input_reference")
@@ -255,12 +253,12 @@ def check_video_edit(request: VideoRequest, served: ServedModel) -> None:
 
 
 def plan_video_edit(request: VideoRequest, served: ServedModel, clip_frames: int) -> VideoPlan:
-    """Return the parameters of a clip edit. The model derives the size of the result from the clip.
+    """Return the parameters of a clip edit. The model derives the result's size from the clip.
 
     Args:
         request: The request.
         served: The served model.
-        clip_frames: Number of frames of the decoded clip at the model's frame rate.
+        clip_frames: Number of frames in the decoded clip at the model's frame rate.
     """
     check_video_edit(request, served)
     sizes, stride = served.videos, served.capabilities.frame_stride
@@ -278,8 +276,8 @@ def unsupported(served: ServedModel, what: str, param: str | None = None) -> Api
 
 
 def fit_size(width: int, height: int, sizes: SizeLimits) -> tuple[int, int]:
-    """Return the allowed size closest to the given size. The result is not larger than the given
-    size unless the minimum requires it.
+    """Return the allowed size closest to the given size. The result is larger than the given size
+    only if the minimum requires it.
     """
     wide, high = sizes.multiple
     scale = min(
@@ -289,7 +287,7 @@ def fit_size(width: int, height: int, sizes: SizeLimits) -> tuple[int, int]:
         max(side, -(-_MIN_SIDE // side) * side, int(length * scale) // side * side)
         for length, side in ((width, wide), (height, high))
     ]
-    # The short side of a very long image was raised to the minimum, so reduce the long side.
+    # If the short side of a very long image was raised to the minimum, reduce the long side.
     if fitted[0] * fitted[1] > sizes.max_pixels:
         longer = 0 if fitted[0] > fitted[1] else 1
         side = (wide, high)[longer]
@@ -339,9 +337,10 @@ def _guidance(
 ) -> tuple[float | None, dict[str, Any]]:
     """Return the guidance scale and the model's options.
 
-    `true_cfg_scale` is an option of pipelines that have an argument with this name. For all other
-    pipelines, it is an alias of `guidance_scale`. If a request contains both fields, a
-    `true_cfg_scale` of 1 (no guidance) is ignored, because vLLM-Omni's nodes always send both.
+    `true_cfg_scale` is an option for pipelines that have an argument with this name. For all other
+    pipelines, it is an alias for `guidance_scale`. If a request contains both fields, a
+    `true_cfg_scale` of 1 (no guidance) is ignored, because vLLM-Omni's nodes always send both
+    fields.
     """
     scale, true_scale = request.guidance_scale, request.true_cfg_scale
     options = dict(request.extra_params or {})

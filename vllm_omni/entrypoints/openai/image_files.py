@@ -2,7 +2,7 @@
 """Convert between image files and arrays, for uploads and replies.
 
 Uploads are read by `connection/images.py`, which checks the format and size in the header before it
-decodes pixels. Each function of this module takes a few milliseconds of CPU time, so call it on a
+decodes pixels. Each function in this module takes a few milliseconds of CPU time, so call it on a
 worker thread.
 """
 
@@ -33,10 +33,10 @@ _BEST_QUALITY: Final = 95
 
 
 def read_upload(source: Any, param: str, limits: EndpointLimits) -> np.ndarray:
-    """Return an uploaded file or `data:` URL as uint8 RGB `[H, W, 3]` in its original size.
+    """Return an uploaded file or `data:` URL as uint8 RGB `[H, W, 3]` at its original size.
 
     Raises:
-        ApiError: Status 400, because an image is invalid or too large.
+        ApiError: Status 400 if the image is invalid or too large.
     """
     try:
         return np.asarray(read_image(source, limits)).copy()
@@ -48,7 +48,7 @@ def read_start_image(source: Any, height: int, width: int, limits: EndpointLimit
     """Return a start image, stretched to the size of a video.
 
     Raises:
-        ApiError: Status 400, because an image is invalid or too large.
+        ApiError: Status 400 if the image is invalid or too large.
     """
     try:
         return load_image(source, height, width, limits)
@@ -57,10 +57,10 @@ def read_start_image(source: Any, height: int, width: int, limits: EndpointLimit
 
 
 def read_named_images(sources: Mapping[str, Any], limits: EndpointLimits) -> dict[str, np.ndarray]:
-    """Return named images in their original sizes, as input tensors of a request.
+    """Return named images at their original sizes, as input tensors for a request.
 
     Raises:
-        ApiError: Status 400, because an image is invalid or too large.
+        ApiError: Status 400 if an image is invalid or too large.
     """
     try:
         return load_named_images(sources, limits)
@@ -69,13 +69,13 @@ def read_named_images(sources: Mapping[str, Any], limits: EndpointLimits) -> dic
 
 
 def read_mask(data: bytes, height: int, width: int, limits: EndpointLimits) -> np.ndarray:
-    """Return the mask of an edit as uint8 `[H, W]`.
+    """Return an edit's mask as uint8 `[H, W]`.
 
     The value 255 marks pixels to edit, which are transparent in the uploaded file. The file must be
     a PNG or WebP with an alpha channel and have the same size as the image.
 
     Raises:
-        ApiError: Status 400, because the mask is invalid or differs in size from the image.
+        ApiError: Status 400 if the mask is invalid or its size differs from the image's.
     """
     # `read_upload` refuses invalid and oversized files before the alpha channel is decoded.
     shown = read_upload(data, "mask", limits)
@@ -109,8 +109,8 @@ def encode_image_file(
     Args:
         image_HWC: Image, uint8 RGB.
         output_format: File format.
-        compression: OpenAI's `output_compression`, 0 to 100, for jpeg and webp. This value
-            overrides `quality`.
+        compression: OpenAI's `output_compression`, 0 to 100, for jpeg and webp. It overrides
+            `quality`.
         quality: OpenAI's `quality`.
     """
     buffer = io.BytesIO()

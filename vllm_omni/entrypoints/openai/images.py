@@ -60,7 +60,7 @@ _NO_USAGE: Final = {
     "output_tokens": 0,
     "total_tokens": 0,
 }
-"""Token usage in image replies. The `openai` client requires the field, although diffusion models
+"""Token usage in image replies. The `openai` client requires this field, although diffusion models
 do not count tokens.
 """
 
@@ -69,7 +69,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Call:
-    """An image call that has been validated."""
+    """A validated image call."""
 
     request: ImageGenerationRequest
     """The client's request."""
@@ -80,9 +80,9 @@ class _Call:
     output_format: Format
     """File format of the images in the reply."""
     base_url: str
-    """URL of the server, from which links to files are built."""
+    """Server URL, from which links to files are built."""
     principal: str
-    """Principal of the client that sent the call."""
+    """Principal of the client that made the call."""
     is_edit: bool
     """Whether the call is an edit."""
 
@@ -299,7 +299,7 @@ class ImageRoutes:
 
 
 def _edit_inputs(body: ParsedBody) -> tuple[list[Any], bytes | None]:
-    """Return the images of an edit in the client's order, and its mask if there is one.
+    """Return an edit's images in the client's order, and its mask if there is one.
 
     The `images` field is removed from the body's fields.
     """
@@ -325,8 +325,8 @@ def _edit_inputs(body: ParsedBody) -> tuple[list[Any], bytes | None]:
 
 
 def _inline(reference: dict[str, Any], param: str) -> str:
-    """Return the `data:` URL of a JSON image reference. Any other URL is refused, because the
-    server fetches no URLs.
+    """Return the `data:` URL of a JSON image reference. Other URLs are refused, because the server
+    fetches no URLs.
     """
     url = reference.get("image_url")
     if set(reference) != {"image_url"} or not isinstance(url, str) or not url.startswith("data:"):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MediaLimits`: limits of the image and video routes, read once from environment variables.
+"""`MediaLimits`: limits for the image and video routes, read once from environment variables.
 
-Each field is set by the environment variable `VLLM_OMNI_` followed by its name in upper case, for
-example `VLLM_OMNI_MAX_QUEUED_VIDEOS=8`. `EndpointLimits` contains the limits on input images
-(`max_image_bytes`, `max_image_pixels`).
+Each field is set by the environment variable named `VLLM_OMNI_` followed by the field name in upper
+case, for example `VLLM_OMNI_MAX_QUEUED_VIDEOS=8`. `EndpointLimits` contains the limits on input
+images (`max_image_bytes`, `max_image_pixels`).
 """
 
 from typing import Annotated
@@ -16,20 +16,22 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=30 * 86_400)]
 
 
 class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of each API server process, unless a field states otherwise."""
+    """Limits per API server process unless a field states otherwise."""
 
     max_body_bytes: Bytes = 64 << 20
-    """Maximum size of a request body in bytes. A larger body is refused with 413 while it is being
-    received. Default: 64 MiB.
+    """Maximum size of a request body in bytes. A larger body is refused with status 413 while it is
+    being received. Default: 64 MiB.
     """
     max_image_requests: Count = 64
-    """Maximum number of running and waiting image calls. Further calls are refused with 429.
-    Default: 64.
+    """Maximum number of running and waiting image calls. Additional calls are refused with status
+    429. Default: 64.
     """
     max_running_videos: Count = 2
     """Maximum number of video jobs that run in the engine at the same time. Default: 2."""
     max_queued_videos: Count = 32
-    """Maximum number of waiting video jobs. Further jobs are refused with 429. Default: 32."""
+    """Maximum number of waiting video jobs. Additional jobs are refused with status 429. Default:
+    32.
+    """
     request_timeout_s: Seconds = 1800.0
     """Time in seconds after which an engine request (one image, one video, one chunk) is aborted.
     Default: 1800.
@@ -50,11 +52,12 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     media_ttl_s: Seconds = 86_400.0
     """Time in seconds after which finished files are removed. Default: 86400."""
     max_videos: Count = 256
-    """Maximum number of finished video jobs in the media directory, counted over all processes. The
-    oldest jobs are removed first. Default: 256.
+    """Maximum number of finished video jobs in the media directory across all processes. The oldest
+    jobs are removed first. Default: 256.
     """
     max_media_bytes: Bytes = 8 << 30
-    """Maximum total size in bytes of the finished files in the media directory. Default: 8 GiB."""
+    """Maximum total size, in bytes, of the finished files in the media directory. Default: 8 GiB.
+    """
     stats_interval_s: Seconds = 15.0
     """Interval in seconds at which engine statistics are requested for metrics and readiness.
     Default: 15.

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pydantic models of the requests and replies of the OpenAI routes, independent of the served
-model.
+"""Pydantic models for the OpenAI routes' requests and replies, independent of the served model.
 
-Field names and the structure of replies follow the types of openai-python 3.x. Additional fields
-are marked as extensions. `engine_requests.py` checks requests against the capabilities of the
-served model.
+Field names and the reply structure follow the types in openai-python 3.x. Additional fields are
+marked as extensions. `engine_requests.py` checks requests against the served model's capabilities.
 """
 
 from collections.abc import Mapping
@@ -35,21 +33,21 @@ Format = Literal["png", "jpeg", "webp"]
 
 
 def _no_boolean(value: Any) -> Any:
-    """Refuse booleans, which Python would otherwise accept as the numbers 0 and 1."""
+    """Reject booleans, which Python would otherwise accept as the numbers 0 and 1."""
     if isinstance(value, bool):
         raise PydanticCustomError("number_type", "Input should be a valid number")
     return value
 
 
 def _number(value: Any, info: ValidationInfo) -> Any:
-    """Refuse booleans. Also refuse strings, except in forms, where every field is a string."""
+    """Reject booleans. Also reject strings, except in forms, where every field is a string."""
     if isinstance(value, str) and not (info.context or {}).get("is_form", False):
         raise PydanticCustomError("number_type", "Input should be a valid number")
     return _no_boolean(value)
 
 
 def _boolean(value: Any, info: ValidationInfo) -> Any:
-    """Refuse numbers. Also refuse strings, except in forms, where every field is a string."""
+    """Reject numbers. Also reject strings, except in forms, where every field is a string."""
     is_text = isinstance(value, str) and not (info.context or {}).get("is_form", False)
     if is_text or (isinstance(value, int | float) and not isinstance(value, bool)):
         raise PydanticCustomError("bool_type", "Input should be a valid boolean")
@@ -125,9 +123,13 @@ class _Request(BaseModel):
     """Size of the result: `WIDTHxHEIGHT` in pixels, or `auto`. Default: the model's default size.
     """
     width: Integer | None = Field(None, ge=1, le=9999)
-    """Extension. Width of the result in pixels. Requires `height` and replaces `size`."""
+    """Extension. Width of the result in pixels. Requires `height`. The two fields together replace
+    `size`.
+    """
     height: Integer | None = Field(None, ge=1, le=9999)
-    """Extension. Height of the result in pixels. Requires `width` and replaces `size`."""
+    """Extension. Height of the result in pixels. Requires `width`. The two fields together replace
+    `size`.
+    """
     user: str | None = Field(None, max_length=1024)
     """This field is accepted for compatibility and has no effect."""
     safety_identifier: str | None = Field(None, max_length=1024)
@@ -140,10 +142,10 @@ class _Request(BaseModel):
     num_inference_steps: Integer | None = Field(None, ge=1, le=1000)
     """Extension. Number of denoise steps, 1 to 1000. Default: the model's default."""
     guidance_scale: Number | None = Field(None, ge=0, le=100)
-    """Extension. Scale of classifier-free guidance, 0 to 100. Default: the model's default."""
+    """Extension. Classifier-free guidance scale, 0 to 100. Default: the model's default."""
     true_cfg_scale: Number | None = Field(None, ge=0, le=100)
     """Extension. Second guidance scale, for models that have two. For all other models, it is an
-    alias of `guidance_scale`.
+    alias for `guidance_scale`.
     """
     vae_use_slicing: Boolean | None = None
     """This field is accepted for compatibility and has no effect."""
@@ -154,7 +156,7 @@ class _Request(BaseModel):
     )
     """Extension. LoRA adapters, at most 16: `[{name, scale}]`."""
     extra_params: dict[str, Any] | None = None
-    """Extension. Options of the served model, which checks their names and values."""
+    """Extension. Options for the served model, which checks their names and values."""
 
     @property
     def wanted_size(self) -> str | None:
@@ -162,7 +164,7 @@ class _Request(BaseModel):
         `height`.
 
         Raises:
-            ApiError: Status 400, because the fields contradict each other.
+            ApiError: Status 400 if the fields contradict each other.
         """
         if self.width is None and self.height is None:
             return self.size
@@ -205,8 +207,8 @@ class ImageGenerationRequest(_Request):
 
 
 class ImageEditRequest(ImageGenerationRequest):
-    """An image edit. Images are sent as multipart files (`image` or `image[]`, and `mask`) or as
-    `images` in a JSON body.
+    """An image edit. The client sends images as multipart files (`image` or `image[]`, and `mask`)
+    or as `images` in a JSON body.
     """
 
     input_fidelity: Literal["high", "low"] | None = None
@@ -215,7 +217,7 @@ class ImageEditRequest(ImageGenerationRequest):
 
 class VideoRequest(_Request):
     prompt: Prompt | None = None  # type: ignore[assignment]
-    """Prompt, which is required unless the model takes no prompt."""
+    """Prompt. Required if the model takes prompts."""
     seconds: Annotated[NumberOrText, Field(gt=0, le=3600)] | None = None
     """Length of the video in seconds, as a string or a number. The server uses the closest length
     that the model supports.
@@ -230,8 +232,8 @@ class VideoRequest(_Request):
     camera_actions: list[list[Annotated[str, Field(max_length=16)]]] | None = Field(
         None, max_length=4096
     )
-    """Extension, for world models only. Keys (w a s d i j k l) that are held in each latent frame.
-    No key is held after the end of the list.
+    """Extension, for world models only. Keys (w a s d i j k l) held in each latent frame. No keys
+    are held after the end of the list.
     """
     prompts: list[_TimedPrompt] | None = Field(None, max_length=MAX_PROMPTS)
     """Extension, for world models only. Later prompts, each with the `seconds` or `chunk` at which
@@ -239,7 +241,7 @@ class VideoRequest(_Request):
     """
     actions: list[Any] | None = Field(None, max_length=4096)
     """Extension, for world models only. Controls for each latent frame: a list of held buttons, or
-    a map of buttons, axes and scroll. No control is active after the end of the list. This field
+    a map of buttons, axes and scroll. No controls are active after the end of the list. This field
     replaces `camera_actions`.
     """
 
@@ -251,7 +253,7 @@ class Error(BaseModel):
     message: str
     """Human-readable explanation."""
     type: str
-    """Type of the error, as defined by OpenAI."""
+    """Error type, as defined by OpenAI."""
     param: str | None = None
     """Field that caused the error."""
     code: str | None = None
@@ -305,7 +307,7 @@ class Video(BaseModel):
     """
 
     id: str
-    """Id of the job."""
+    """Job id."""
     object: Literal["video"] = "video"
     """Type of the object."""
     model: str
@@ -338,7 +340,7 @@ class Video(BaseModel):
     seed: int
     """Noise seed."""
     inference_time_s: float | None = None
-    """Time in seconds that the generation took. None: the generation is not complete."""
+    """Time in seconds that generation took. None: generation is not complete."""
     world_poses: list[list[float]] | None = None
     """World pose of each latent frame: x_m, z_m, heading_degrees, pitch_degrees. None: the poses
     are unknown, or the video is not complete.
@@ -371,11 +373,11 @@ class VideoDeleted(BaseModel):
 
 
 def read_request(cls: type[M], fields: Mapping[str, Any], is_form: bool = False) -> M:
-    """Validate the fields of a request body.
+    """Validate a request body's fields.
 
     Args:
         cls: Pydantic model of the request.
-        fields: Fields of the body.
+        fields: The body's fields.
         is_form: Whether numbers may be given as strings.
 
     Raises:
@@ -427,7 +429,7 @@ _OTHER_NAMES: Final = {
     "loras": "lora",
     "extra_args": "extra_params",
 }
-"""Field names that other servers use, and the equivalent fields of this server."""
+"""Field names that other servers use, and this server's equivalent fields."""
 
 
 def _remedy(cls: type[BaseModel], location: tuple[int | str, ...]) -> str:
@@ -451,8 +453,8 @@ def _remedy(cls: type[BaseModel], location: tuple[int | str, ...]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return an invalid value in a form that is suitable for an error message. The value is
-    shortened, and contents of containers are omitted.
+    """Return an invalid value in a form suitable for an error message. The value is shortened, and
+    the contents of containers are omitted.
     """
     if isinstance(value, str):
         return repr(value if len(value) <= 60 else value[:60] + "...")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`OpenAIRoutes`: the OpenAI-compatible routes and their OpenAPI description.
 
-The routes parse request bodies themselves because a route accepts both JSON and forms, and because
-errors have OpenAI's format. FastAPI therefore cannot derive the schemas of the bodies. This module
-generates the schemas from the pydantic models that validate the bodies.
+The routes parse request bodies themselves because some routes accept both JSON and forms, and
+because errors must have OpenAI's format. As a result, FastAPI cannot derive the body schemas. This
+module generates them from the pydantic models that validate the bodies.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -120,14 +120,14 @@ class OpenAIRoutes:
         Args:
             engine: Engine that runs the requests.
             served: Names, capabilities and sizes of the served model.
-            limits: Limits of these routes.
+            limits: Limits for these routes.
             endpoint_limits: Limits that these routes share with the WebSocket endpoints, for
-                example on images.
+                example image size limits.
             executor: Threads that decode and encode media.
             server_name: Value of `omni.server_name`.
 
         Returns:
-            The video jobs of this process.
+            This process's video jobs.
         """
         self.served = served
         store = MediaStore(limits, server_name)
@@ -220,7 +220,7 @@ class OpenAIRoutes:
         return self._videos
 
     async def _served_model(self) -> Response:
-        """Return the name and tasks of the model, which the web page shows for models without
+        """Return the model's name and tasks, which the web page shows if the model has no
         sessions.
         """
         capabilities = self.served.capabilities
@@ -317,7 +317,9 @@ def _add(
 def _schema(
     model: type[BaseModel], more: dict[str, Any] | None = None, required: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the JSON schema of a pydantic model, extended with more properties."""
+    """Return the JSON schema of a pydantic model, extended with the properties in `more` and the
+    required fields in `required`.
+    """
     schema = model.model_json_schema()
     schema["properties"] = {**schema["properties"], **(more or {})}
     schema["required"] = [*schema.get("required", ()), *required]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ServedModel`: names, capabilities and sizes of the model that the OpenAI routes serve.
 
-If a model family does not set a field, such as the default size or the largest area, this module
-derives it from the deployment. Routes therefore always have definite values.
+If a model family does not set a field, such as the default size or the maximum number of pixels,
+this module derives it from the deployment. The routes therefore always have a value for such a
+field.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -32,29 +33,29 @@ class SizeLimits:
     height: int
     """Default height in pixels."""
     max_pixels: int
-    """Maximum number of pixels of a result."""
+    """Maximum number of pixels in a generated image or frame."""
     max_side: int
     """Maximum width and height in pixels."""
     multiple: tuple[int, int]
-    """Width and height must be multiples of these values, in pixels."""
+    """Width and height in pixels must be multiples of these two values, respectively."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The served model, with a definite value for every default."""
+    """The served model's properties, with every default resolved to a value."""
 
     names: tuple[str, ...]
-    """Names under which the model is served. Replies contain the first name."""
+    """Served model names. Replies contain the first name."""
     capabilities: Capabilities
-    """Capabilities of the model family."""
+    """The model family's capabilities."""
     width: int
-    """Default width of videos in pixels."""
+    """Default video width in pixels."""
     height: int
-    """Default height of videos in pixels."""
+    """Default video height in pixels."""
     max_pixels: int
-    """Maximum number of pixels of a frame."""
+    """Maximum number of pixels in a frame."""
     max_sessions: int
-    """Maximum number of sessions, summed over all data-parallel ranks."""
+    """Maximum number of sessions across all data-parallel ranks."""
     world: StreamInfo | None = None
     """Stream metadata of a world model. None: the model has no sessions."""
     adapters: Callable[[], Collection[str]] = tuple
@@ -64,10 +65,10 @@ class ServedModel:
         """Return the LoRA adapter that a request selects with its `model` field, as in stock vLLM.
 
         Returns:
-            A list with the adapter, or [] if `model` names the served model itself.
+            A list that contains the adapter, or [] if `model` names the served model itself.
 
         Raises:
-            ApiError: Status 404, because the name is unknown.
+            ApiError: Status 404 if the name is unknown.
         """
         if model is None or model in self.names:
             return []

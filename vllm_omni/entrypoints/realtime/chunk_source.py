@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ChunkSource`: the chunks of a request and the controls of each chunk.
+"""`ChunkSource`: a request's chunks and the controls for each chunk.
 
 A planned request (`PlannedChunks`) contains its whole camera path or all its actions, so its chunks
-are known in advance. A live request (`LiveChunks`, which endpoints subclass) samples the controls
-of each chunk when the chunk starts. This module is independent of message formats, sockets and the
+are known in advance. A live request (`LiveChunks`, which endpoints subclass) samples each chunk's
+controls when the chunk starts. This module is independent of message formats, sockets and the
 engine.
 """
 
@@ -23,7 +23,7 @@ from vllm_omni.inputs import Lora
 
 
 class ChunkControls(msgspec.Struct, frozen=True, kw_only=True):
-    """Controls with which one chunk is generated."""
+    """Controls for generating one chunk."""
 
     actions: Sequence[ActionEntry] | None = None
     """Actions for each latent frame. None: the chunk has no actions."""
@@ -34,7 +34,7 @@ class ChunkControls(msgspec.Struct, frozen=True, kw_only=True):
     lora: Sequence[Lora] | None = None
     """New LoRA adapters. None: the adapters do not change."""
     input_id: InputId | None = None
-    """Newest input that affects the chunk. None: no input affects it."""
+    """Id of the newest input that affects the chunk. None: no input affects it."""
     mark: Any = None
     """Endpoint-specific data, which is returned unchanged with the finished chunk."""
 
@@ -57,15 +57,15 @@ class ChunkSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChunkSource(ABC):
-    """Source of the chunks of one request and their controls."""
+    """Source of one request's chunks and their controls."""
 
     num_chunks: int | None = None
     """Length of a live request in chunks. None: the request continues until it is cancelled."""
 
     @property
     def ready(self) -> bool:
-        """Whether the next chunk may start, that is, the stream is not paused and has credit
-        left.
+        """Whether the next chunk may start, that is, whether the stream is not paused and has
+        credit left.
         """
         return True
 
@@ -76,7 +76,7 @@ class ChunkSource(ABC):
     def plan(
         self, info: StreamInfo, limits: EndpointLimits, *, starts_session: bool
     ) -> tuple[int, ...]:
-        """Return the number of pixel frames of every chunk, or () for a live request.
+        """Return the number of pixel frames in every chunk, or () for a live request.
 
         Raises:
             EndpointError: The request does not match the model's chunks or exceeds a limit.
@@ -84,27 +84,26 @@ class ChunkSource(ABC):
 
     @abstractmethod
     def most_in_flight(self, info: StreamInfo, limits: EndpointLimits) -> int:
-        """Return the maximum number of chunks that may be in the engine at the same time."""
+        """Return the maximum number of chunks in the engine at the same time."""
 
     @abstractmethod
     def sample(self, span: ChunkSpan) -> ChunkControls:
-        """Return the controls of the next chunk. This method is called once for each chunk, in
+        """Return the controls for the next chunk. This method is called once for each chunk, in
         order.
         """
 
     def state(self) -> bytes | None:
-        """Return the state of a live request in the form of `encode_state`, so that another server
-        can continue the request after a chunk. None: the client itself sends the rest of its
-        request.
+        """Return the state of a live request, encoded by `encode_state`, so that another server can
+        continue the request after a chunk. None: the client itself sends the rest of its request.
         """
         return None
 
-    def note_result(self, meta: Mapping[str, Any]) -> None:  # noqa: B027  (most sources do not follow the results)
-        """Process the metadata of a finished chunk before the next chunk is sampled."""
+    def note_result(self, meta: Mapping[str, Any]) -> None:  # noqa: B027  (most sources ignore results)
+        """Process a finished chunk's metadata before the next chunk is sampled."""
 
 
 class PlannedChunks(ChunkSource):
-    """Chunks of a camera path (one pose per pixel frame) or a script (actions per latent frame).
+    """Chunks for a camera path (one pose per pixel frame) or a script (actions per latent frame).
 
     Args:
         camera: The camera path.
@@ -113,7 +112,7 @@ class PlannedChunks(ChunkSource):
         policy: Policy for frames that do not fill a chunk.
         prompt: Prompt that takes effect with the first chunk.
         lora: LoRA adapters that take effect with the first chunk.
-        input_id: The client's id of the request.
+        input_id: The client's id for the request.
     """
 
     def __init__(
@@ -149,8 +148,8 @@ class PlannedChunks(ChunkSource):
         return tuple(sizes)
 
     def most_in_flight(self, info: StreamInfo, limits: EndpointLimits) -> int:
-        """Return the number of chunks that the engine processes at the same time, plus one chunk
-        that is queued.
+        """Return `limits.chunks_in_flight`. If the engine processes several of a session's chunks
+        at the same time, the result is at least their number plus one queued chunk.
         """
         at_work = info.chunks_in_flight
         return max(limits.chunks_in_flight, at_work + 1 if at_work > 1 else 1)

@@ -2,8 +2,8 @@
 """Incremental audio encoders. This module encodes PCM and WAV itself, and uses PyAV for MP3, Opus,
 AAC and FLAC.
 
-The concatenated output of an encoder is a valid file. The header of a streamed WAV file marks its
-length as unknown.
+The concatenated output of an encoder is a valid file. The header of a streamed WAV file marks the
+file's length as unknown.
 """
 
 import io
@@ -19,7 +19,7 @@ _PYAV = {
     "aac": ("adts", "aac", "fltp"),
     "flac": ("flac", "flac", "s16"),
 }
-"""Container, codec and sample format in PyAV for each audio format."""
+"""PyAV container, codec and sample format for each audio format."""
 
 MEDIA_TYPES = {
     "wav": "audio/wav",
@@ -34,7 +34,7 @@ MEDIA_TYPES = {
 
 class SoundEncoder(Protocol):
     def feed(self, samples: torch.Tensor) -> bytes:
-        """Encode fp32 samples [S] in [-1, 1].
+        """Encode fp32 samples in [-1, 1]. Shape: [S].
 
         Returns:
             The next bytes of the file, which may be empty.
@@ -48,7 +48,7 @@ def make_encoder(audio_format: str, sample_rate: int) -> SoundEncoder:
     """Return an encoder for an audio format.
 
     Raises:
-        ValueError: The format is unknown. The message lists the known formats.
+        ValueError: The format is unknown. The error message lists the supported formats.
     """
     if audio_format in ("pcm", "pcm16"):
         return _Pcm()
@@ -65,7 +65,7 @@ def pcm16(samples: torch.Tensor) -> bytes:
 
 
 def wav_file(samples: torch.Tensor, sample_rate: int) -> bytes:
-    """Return a complete WAV file, whose header contains its length."""
+    """Return a complete WAV file whose header contains the file's length."""
     data = pcm16(samples)
     return _wav_header(sample_rate, len(data)) + data
 
@@ -132,9 +132,7 @@ class _PyAV:
 
 
 class _Growing(io.RawIOBase):
-    """An append-only in-memory file. `take_bytes` removes and returns the content that was
-    added.
-    """
+    """A write-only in-memory file. `take_bytes` removes and returns the bytes written so far."""
 
     def __init__(self) -> None:
         self._new = bytearray()

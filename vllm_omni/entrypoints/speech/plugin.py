@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm.endpoint_plugins` entry point `vllm_omni_speech`, which adds speech to vLLM's language
-model server.
+"""The `vllm_omni_speech` entry point in the `vllm.endpoint_plugins` group, which adds speech to
+vLLM's language model server.
 
-The model family of the checkpoint starts the additional engines (`ModelFamily.start_speech`). The
-plugin replaces `/v1/chat/completions` and `/health`, and adds `/v1/audio/speech`. Chat requests
-without audio are forwarded to vLLM's own handler. All other routes and options, including
-`--api-key`, are vLLM's own.
+The checkpoint's model family starts the additional engines (`ModelFamily.start_speech`). The plugin
+replaces `/v1/chat/completions` and `/health`, and adds `/v1/audio/speech`. Chat requests without
+audio are forwarded to vLLM's own handler. All other routes and options, including `--api-key`, are
+vLLM's own.
 """
 
 import contextlib
@@ -81,7 +81,8 @@ class SpeechEndpoints:
         await self._operations.start_serving(engine_client, omni)
         self._model = await family.start_speech(path, omni, engine_client)
         self._routes.start_serving(self._model, state)
-        # Only the death of the language model ends the server. `/health` names other dead engines.
+        # Only the death of the language model's engine stops the server. `/health` names other dead
+        # engines.
         served = OmniEngine(engine_client)
         self._watch.start_watching(
             lambda: served.is_dead, await served.process_ids(), omni.rank_timeout_s

@@ -11,7 +11,7 @@ from vllm_omni.outputs import RequestFailed
 from vllm_omni.seeds import MAX_SEED, RANDOM_SEED
 
 MAX_TEXT = 4096
-"""Maximum number of characters for `/v1/audio/speech`, as in OpenAI's API."""
+"""Maximum number of input characters for `/v1/audio/speech`, as in OpenAI's API."""
 
 AudioFormat = Literal["wav", "mp3", "flac", "opus", "aac", "pcm16", "pcm"]
 Seed = Annotated[int, Field(ge=RANDOM_SEED, le=MAX_SEED)]
@@ -19,18 +19,18 @@ Seed = Annotated[int, Field(ge=RANDOM_SEED, le=MAX_SEED)]
 
 class VoiceId(BaseModel):
     id: str
-    """Name of the voice."""
+    """Voice name."""
 
 
 class AudioParams(BaseModel):
-    """Content of the `audio` field of a chat request."""
+    """Contents of a chat request's `audio` field."""
 
     model_config = ConfigDict(extra="forbid")
 
     voice: str | VoiceId | None = None
     """Voice of the reply. Default: the model's default voice."""
     format: AudioFormat = "wav"
-    """Format of the audio. Default: wav."""
+    """Audio format. Default: wav."""
 
     @property
     def voice_name(self) -> str | None:
@@ -38,7 +38,7 @@ class AudioParams(BaseModel):
 
 
 class SpeechRequest(BaseModel):
-    """Body of `/v1/audio/speech`.
+    """Request body of `/v1/audio/speech`.
 
     The `seed` field is an extension that makes the speech reproducible. The value -1 selects a
     random seed.
@@ -47,21 +47,21 @@ class SpeechRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
-    """Name of the model. Default: the name is not checked."""
+    """Model name. Default: the name is not checked."""
     input: Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
     """Text to speak."""
     voice: str | VoiceId | None = None
-    """Voice of the speech. Default: the model's default voice."""
+    """Voice to speak with. Default: the model's default voice."""
     response_format: AudioFormat = "mp3"
-    """Format of the audio. Default: mp3."""
+    """Audio format. Default: mp3."""
     stream_format: Literal["audio", "sse"] = "audio"
-    """Form of the response: `audio` for the bytes of a file, or `sse` for server-sent events.
-    Default: `audio`.
+    """Response form: `audio` for the bytes of a file, or `sse` for server-sent events. Default:
+    `audio`.
     """
     instructions: Annotated[str, Field(max_length=MAX_TEXT)] | None = None
-    """Instructions for the style of the speech."""
+    """Instructions for the speaking style."""
     speed: Annotated[float, Field(ge=1.0, le=1.0)] = 1.0
-    """Speed of the speech. The only supported value is 1.0."""
+    """Speech speed. The only supported value is 1.0."""
     seed: Seed | None = None
     """Extension. Seed for sampling. The value -1 selects a random seed. Default: no seed is set."""
 
@@ -71,10 +71,10 @@ class SpeechRequest(BaseModel):
 
 
 def wants_audio(extra: dict[str, Any] | None) -> AudioParams | None:
-    """Read the `modalities` and `audio` fields of a chat request.
+    """Read a chat request's `modalities` and `audio` fields.
 
     Returns:
-        Parameters of the audio, or None if the client requests only text.
+        Audio parameters, or None if the client requests only text.
 
     Raises:
         RequestFailed: The fields are invalid.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/chat/completions` with audio, and `/v1/audio/speech`, on a `SpeechModel`.
+"""`/v1/chat/completions` with audio output, and `/v1/audio/speech`, both served by a `SpeechModel`.
 
 vLLM's own chat handler renders the prompt (templates, images, audio, limits) and serves text-only
 requests. As in OpenAI's API, a reply with audio contains its text in `message.audio.transcript` and
@@ -97,7 +97,7 @@ class SpeechRoutes:
             response = await self._chat_with_sound(request, audio)
             return response
 
-        # The result for a disconnected client differs between versions of vLLM.
+        # The value returned for a disconnected client differs between vLLM versions.
         await serve(request, raw_request)
         return response
 
@@ -218,7 +218,7 @@ class _Reply:
 
     Args:
         request: The chat request.
-        audio: Parameters of the audio.
+        audio: Audio parameters.
         sample_rate: Sample rate in hertz.
     """
 
@@ -331,10 +331,10 @@ def _sse_error(error: Exception) -> bytes:
 
 
 async def _streamed(parts: AsyncIterator[bytes], media_type: str, notify: Any) -> StreamingResponse:
-    """Wait for the first part of a response, and then stream all parts.
+    """Wait for a response's first part, and then stream all parts.
 
-    If a later part fails, the error is sent in the format of `notify`. If `notify` is None, the
-    connection is dropped instead.
+    If a later part fails, the result of `notify(error)` is sent as the last part. If `notify` is
+    None, the connection is dropped instead.
     """
     first = await anext(parts, b"")
 
@@ -382,7 +382,7 @@ def _sse(content: dict[str, Any]) -> bytes:
 
 
 def _request_id(kind: str) -> str:
-    """Return an engine request id that contains the id of the HTTP request, so that log lines of
-    the engines contain it.
+    """Return an engine request id that contains the HTTP request's id so that the engines' log
+    lines also contain it.
     """
     return "-".join([kind, *log_context.current().values(), secrets.token_hex(16)])

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Add request and session ids to the log lines of vLLM and uvicorn, and remove known noise.
 
-`add_ids` adds request and session ids to the log handlers of an API server process. A logging
-configuration that the user provides (`--log-config-file`, VLLM_LOGGING_CONFIG_PATH) is not changed,
-but it can add the ids itself with the filter of `vllm_omni.runtime.log_context`.
+`add_ids` adds request and session ids to the log handlers of an API server process. It does not
+change a logging configuration that the user provides (`--log-config-file`,
+VLLM_LOGGING_CONFIG_PATH). Such a configuration can add the ids through the filter in
+`vllm_omni.runtime.log_context`.
 
 `quiet_start` drops log records that are misleading or irrelevant for a server of this package. Each
 filter names its logger and its reason. The filters are attached through the standard library, so no
-code of vLLM is replaced.
+vLLM code is replaced.
 """
 
 import contextvars
@@ -21,13 +22,14 @@ from vllm_omni.runtime.log_context import ContextFilter, ContextFormatter
 _LOGGERS: Final = ("vllm", "uvicorn", "uvicorn.error", "uvicorn.access")
 
 answered_by_denial: Final = contextvars.ContextVar("omni_answered_by_denial", default=False)
-"""Whether the WebSocket handshake of the current connection ended with an HTTP status (ASGI's
-denial response).
+"""Whether the current connection's WebSocket handshake was refused with an HTTP response (ASGI's
+WebSocket denial response).
 """
 
 
 def add_ids(custom_config: bool) -> None:
-    """Add request and session ids to every log handler of this process. Idempotent.
+    """Add request and session ids to the log handlers of vLLM and uvicorn in this process, unless
+    the user provided a logging configuration. Idempotent.
 
     Args:
         custom_config: Whether the user provided a logging configuration.
@@ -59,7 +61,7 @@ def _writes_attributes(formatter: logging.Formatter) -> bool:
     """Return whether a log formatter writes all attributes of a record, as JSON formatters do."""
     try:
         from pythonjsonlogger.core import BaseJsonFormatter
-    except ImportError:  # vLLM's JSON formatter requires this package, so it is not in use
+    except ImportError:  # without this package, vLLM's JSON formatter cannot be in use
         return False
     return isinstance(formatter, BaseJsonFormatter)
 
@@ -82,7 +84,7 @@ def known_variables() -> frozenset[str]:
 
 
 def _names_known_variable(record: logging.LogRecord) -> bool:
-    """Match vLLM's warnings that environment variables of this package are unknown.
+    """Match vLLM's warnings that this package's environment variables are unknown.
 
     Warnings about misspelled variables do not match, so they are still logged.
     """
@@ -94,8 +96,8 @@ def _names_known_variable(record: logging.LogRecord) -> bool:
 
 
 def _misses_tokenizer(record: logging.LogRecord) -> bool:
-    """Match the failure of vLLM's chat warm-up, which is expected for models without a
-    tokenizer.
+    """Match the error that vLLM logs when its chat warm-up fails, which is expected for models
+    without a tokenizer.
     """
     error = record.exc_info[1] if record.exc_info else None
     return record.msg == "Chat template warmup failed" and str(error).startswith(
@@ -104,8 +106,8 @@ def _misses_tokenizer(record: logging.LogRecord) -> bool:
 
 
 def _lists_route(record: logging.LogRecord) -> bool:
-    """Match the log lines that vLLM writes for each route and each file of the web page. There are
-    over a hundred such lines.
+    """Match the more than one hundred log lines that vLLM writes for the routes and for the web
+    page's files.
 
     At level DEBUG, the lines are still shown.
     """
@@ -122,7 +124,7 @@ def _reports_denied_handshake(record: logging.LogRecord) -> bool:
 
 
 class DropNoise(logging.Filter):
-    """Log filter that drops the records for which a function returns True."""
+    """Log filter that drops the records for which `is_noise` returns True."""
 
     def __init__(self, is_noise: Callable[[logging.LogRecord], bool]) -> None:
         super().__init__()
@@ -138,7 +140,7 @@ NOISE: Final = {
     "vllm.entrypoints.launchers.launcher": DropNoise(_lists_route),
     "uvicorn.error": DropNoise(_reports_denied_handshake),
 }
-"""Filter of each logger, by the logger's name."""
+"""Filters by logger name."""
 
 
 def quiet_start() -> None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus metrics of all endpoints, and structured log lines of sessions and jobs.
+"""Prometheus metrics for all endpoints, and structured log lines for sessions and jobs.
 
-The metrics are exported through vLLM's own `/metrics` endpoint, which serves the default registry
-of `prometheus_client`, or the files in `PROMETHEUS_MULTIPROC_DIR` if there are several API server
-processes. An endpoint creates a `SessionMeter` for each session. Requests without a session
-use `endpoint_metrics()`. Each label has few possible values, and labels never identify clients.
+The metrics are exported through vLLM's own `/metrics` endpoint. The endpoint serves
+`prometheus_client`'s default registry or, if there are several API server processes, the files in
+`PROMETHEUS_MULTIPROC_DIR`. An endpoint creates a `SessionMeter` for each session. Requests without
+a session use `endpoint_metrics()`. Each label has few possible values, and labels never identify
+clients.
 
 A log line consists of an event and `key=value` pairs. Two lines are written for each session, two
 for each video job and one for each image call. Log lines never contain prompts, keys or addresses.
@@ -66,7 +67,7 @@ chunk's playback.
 def log_event(event: str, **fields: object) -> None:
     """Log one structured line: `event key=value ...`.
 
-    Floats are written with three decimals. Pairs with the value None are omitted.
+    Floats are written with three decimal places. Pairs with the value None are omitted.
     """
     shown = (
         f"{name}={value:.3f}" if isinstance(value, float) else f"{name}={value}"
@@ -174,10 +175,10 @@ class EndpointMetrics:
         self.rejected.labels(endpoint, reason).inc()
 
     def request_done(self, endpoint: str, status: str, seconds: float) -> None:
-        """Count the end of an image call or a video job.
+        """Record an image call or a video job that has ended.
 
         Args:
-            endpoint: Name of the endpoint.
+            endpoint: Endpoint name.
             status: `completed`, `failed`, `cancelled` or `refused`.
             seconds: Duration of the call or job in seconds.
         """
@@ -185,7 +186,7 @@ class EndpointMetrics:
         self.request_seconds.labels(endpoint).observe(seconds)
 
     def engine_state(self, stats: Mapping[str, Any]) -> None:
-        """Set the gauges from the workers' `session_stats`."""
+        """Set the engine gauges from the workers' `session_stats`."""
         self.engine_sessions.set(stats["sessions"])
         self.engine_slots.set(stats["max_sessions"])
         self.held_bytes.labels("sessions").set(stats["bytes"])
@@ -195,10 +196,10 @@ class EndpointMetrics:
             self.held_bytes.labels("sessions_limit").set(stats["max_bytes"])
 
     def endpoint_bytes(self, media_files: int, replies: int) -> None:
-        """Set the gauges of the endpoints.
+        """Set the endpoint gauges.
 
         Args:
-            media_files: Total size in bytes of the media files of all processes.
+            media_files: Total size in bytes of all processes' media files.
             replies: Total size in bytes of the replies that this process retains.
         """
         self.held_bytes.labels("media_files").set(media_files)
@@ -222,12 +223,12 @@ class EndpointMetrics:
 
 @functools.cache
 def endpoint_metrics() -> EndpointMetrics:
-    """Return the metrics of this process."""
+    """Return this process's metrics."""
     return EndpointMetrics()
 
 
 class SessionMeter:
-    """Records the metrics of one session."""
+    """Records one session's metrics."""
 
     def __init__(self, endpoint: str) -> None:
         self._metrics = endpoint_metrics()
@@ -263,7 +264,7 @@ class SessionMeter:
         Args:
             num_frames: Number of pixel frames in the chunk.
             fps: Playback rate in frames per second.
-            timings_ms: Times in milliseconds of the engine's stages.
+            timings_ms: Times of the engine's stages in milliseconds.
             wall_s: Time in seconds from submission to result.
         """
         now, endpoint = time.monotonic(), self._endpoint
@@ -299,7 +300,7 @@ class SessionMeter:
         self._metrics.dropped.labels(self._endpoint).inc(count)
 
     def close(self, reason: str) -> None:
-        """Record the end of the session. Idempotent."""
+        """Record that the session has ended. Idempotent."""
         if self._closed:
             return
         self._closed = True

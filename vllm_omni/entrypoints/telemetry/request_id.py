@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`RequestIds`: adds `X-Request-Id` to HTTP responses, WebSocket handshakes and log lines.
 
-The id from the client is used if it consists of at most 128 printable ASCII characters without
-spaces, double quotes or backslashes. Otherwise, the server generates an id. The id is written to
-the headers of the request, so stock vLLM uses it for `--enable-request-id-headers` and for its own
-request ids. The middleware also records the client's trace context. The middleware wraps the whole
+The client's id is used if it consists of at most 128 printable ASCII characters without spaces,
+double quotes or backslashes. Otherwise, the server generates an id. The id is written to the
+request's headers, so stock vLLM uses it for `--enable-request-id-headers` and for its own request
+ids. The middleware also records the client's trace context. The middleware wraps the whole
 application, including error pages.
 
 vLLM's `--enable-request-id-headers` is not sufficient because it adds the header to HTTP responses,
@@ -33,7 +33,7 @@ _STARTS: Final = frozenset(
 
 
 class RequestIds:
-    """ASGI middleware around the whole application, which assigns an id to every request."""
+    """ASGI middleware that wraps the whole application and assigns an id to every request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenTelemetry spans of sessions, as children of the client's trace.
+"""OpenTelemetry spans for sessions, as children of the client's trace.
 
         session
             from the first request to the end; parent: `traceparent` of the handshake
@@ -14,9 +14,9 @@
 
 Tracing is enabled by vLLM's `--otlp-traces-endpoint`. vLLM then sets up an exporter in this
 process, which these spans also use. If tracing is disabled, the objects of this module have no
-effect. The engine reports the duration of each stage but not its start time. The spans of the
-stages are therefore placed back to back so that the last one ends with the result, and the
-remaining time becomes the `queue` span.
+effect. The engine reports the duration of each stage but not its start time. The stage spans are
+therefore placed back to back so that the last one ends with the result. The remaining time becomes
+the `queue` span.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ SPANS_OF: Final = "vllm_omni"
 
 
 class ChunkTrace:
-    """Spans of one chunk. This base class records no spans."""
+    """One chunk's spans. This base class records no spans."""
 
     def failed(self, error: BaseException) -> None:
-        """End the span of the chunk after the engine failed or the chunk was cancelled."""
+        """End the chunk's span because the engine failed or the chunk was cancelled."""
 
     def finished(self, meta: Mapping[str, Any]) -> None:
         """Record the engine's result.
@@ -53,29 +53,27 @@ class ChunkTrace:
         """Record that the chunk has been encoded.
 
         Args:
-            started_ns: Time at which encoding started (`time.time_ns`).
+            started_ns: Time when encoding started (`time.time_ns`).
         """
 
     def sent(self, started_ns: int) -> None:
-        """Record that the last message of the chunk has been sent.
+        """Record that the chunk's last message has been sent.
 
         Args:
-            started_ns: Time at which sending the first message started (`time.time_ns`).
+            started_ns: Time when sending the first message started (`time.time_ns`).
         """
 
 
 class SessionTrace:
-    """Spans of one session. This base class records no spans."""
+    """One session's spans. This base class records no spans."""
 
     def chunk(self, chunk_index: int) -> ChunkTrace:
-        """Start the span of a chunk. The next engine request of this task becomes a child of the
-        span.
-        """
+        """Start a chunk's span. This task's next engine request becomes a child of the span."""
         return NO_CHUNK
 
     def current(self) -> AbstractContextManager[None]:
-        """Return a context manager in which engine requests other than chunks become children of
-        the session's span.
+        """Return a context manager within which engine requests other than chunks become children
+        of the session's span.
         """
         return nullcontext()
 
@@ -84,7 +82,7 @@ class SessionTrace:
 
 
 class Tracing:
-    """Spans of one API server process. This base class records no spans."""
+    """One API server process's spans. This base class records no spans."""
 
     def session(self, session_id: str, endpoint: str) -> SessionTrace:
         return NO_SESSION
@@ -102,12 +100,12 @@ _process: list[Tracing] = [Tracing()]
 
 
 def tracing() -> Tracing:
-    """Return the tracing object of this process."""
+    """Return this process's `Tracing` instance."""
     return _process[0]
 
 
 def start_tracing() -> None:
-    """Start to record spans through the provider that vLLM has set up in this process."""
+    """Start recording spans through the provider that vLLM has set up in this process."""
     from opentelemetry import trace
 
     made = OpenTelemetryTracing(trace.get_tracer(SPANS_OF))
@@ -132,7 +130,7 @@ class OpenTelemetryTracing(Tracing):
         return trace_context.headers()
 
     def start_span(self, name: str) -> trace_context.Span:
-        """Start a span as a child of the current span of this task."""
+        """Start a span as a child of this task's current span."""
         from vllm.tracing import extract_trace_context
 
         parent = extract_trace_context(trace_context.headers())

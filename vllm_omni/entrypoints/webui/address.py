@@ -10,10 +10,10 @@ def page_url(host: str | None, port: int | str, scheme: str = "http", root_path:
     """Return the URL of the web page.
 
     Args:
-        host: Host on which the server listens. A wildcard address becomes `localhost`.
-        port: Port of the server.
+        host: Host that the server listens on. A wildcard address becomes `localhost`.
+        port: Server port.
         scheme: `http` or `https`.
-        root_path: Root path of the server.
+        root_path: The server's root path.
     """
     name = "localhost" if host in (None, "", "0.0.0.0", "::") else host
     return f"{scheme}://{f'[{name}]' if name and ':' in name else name}:{port}{root_path.rstrip('/')}{PAGE_PATH}/"  # noqa: E501

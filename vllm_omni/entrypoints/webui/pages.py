@@ -2,8 +2,8 @@
 """The web page at `/omni/`, which consists of static files with headers that restrict the page to
 this server.
 
-The page gets all dynamic data from the `hello` message of the WebSocket. The page can be loaded
-without a key because it contains no secrets and cannot generate anything without a key.
+The page gets all dynamic data from the WebSocket's `hello` message. The page can be loaded without
+a key because it contains no secrets and cannot generate anything without a key.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ CONTENT_TYPES: Final = {
 
 _CONNECT: Final = "connect-src 'self'"
 """Content-Security-Policy directive that allows the page to use the WebSocket and the ticket route
-of this host.
+on this host.
 """
 
 HEADERS: Final = {
@@ -67,17 +67,17 @@ HEADERS: Final = {
 
 @dataclass(frozen=True)
 class StaticPage:
-    """A file of the page, and its headers."""
+    """One of the page's files, and its headers."""
 
     body: bytes
-    """Content of the file."""
+    """File contents."""
     content_type: str
-    """MIME type of the file."""
+    """The file's MIME type."""
     etag: str
     """Value of the `ETag` header."""
     servers: Sequence[str] = ()
-    """Origins of other servers to which the page may connect because its session may be moved to
-    them.
+    """Origins of other servers that the page may connect to, because its session may be moved
+    there.
     """
 
     async def send(self, request: Request) -> Response:
@@ -111,8 +111,8 @@ class WebPage:
 
 
 def connect_sources(urls: Iterable[str | None]) -> list[str]:
-    """Return the Content-Security-Policy sources that allow the HTTP and WebSocket addresses of
-    servers.
+    """Return the Content-Security-Policy sources that allow connections to servers' HTTP and
+    WebSocket addresses.
     """
     origins = ["{0.scheme}://{0.netloc}".format(urlsplit(url)) for url in urls if url is not None]
     return [*origins, *(origin.replace("http", "ws", 1) for origin in origins)]
@@ -130,12 +130,12 @@ def add_pages(
         app: The application.
         world: Checkpoint directory. Images that the world description names are added under
             `world/`.
-        is_world: Function that returns whether the model has sessions, called for each request of
-            the page because models without sessions have a different page.
+        is_world: Function that returns whether the model has sessions. It is called for each page
+            request because models without sessions have a different page.
         servers: Origins of other servers. The sequence may be extended later.
 
     Returns:
-        Paths of the routes.
+        The routes' paths.
     """
     pages = dict(_pages(_static(), ""))
     if world is not None and (description := read_description(world)) is not None:
@@ -158,15 +158,13 @@ def add_pages(
 
     app.add_route(f"{PAGE_PATH}/", index, methods=["GET"], include_in_schema=False)
     for path, page in by_path.items():
-        # Starlette adds HEAD to routes for GET.
+        # Starlette adds HEAD to GET routes.
         app.add_route(path, page.send, methods=["GET"], include_in_schema=False)
     return ["/", PAGE_PATH, f"{PAGE_PATH}/", *by_path]
 
 
 def local_address(args: Namespace) -> str | None:
-    """Return the URL of the page on this machine, or None if the server listens on a Unix
-    socket.
-    """
+    """Return the page's URL on this machine, or None if the server listens on a Unix socket."""
     if args.uds:
         return None
     scheme = "https" if args.ssl_certfile else "http"

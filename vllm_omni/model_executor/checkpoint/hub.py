@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Released weights of model families on the Hugging Face hub.
+"""Model families' released weights on the Hugging Face Hub.
 
-A family with released weights has a module `models/<name>/hub.py`. The module defines `PIECES` (the
-files to download and their locations in the checkpoint directory), `check_complete(path)` (raises
-an error if files are missing, without reading weights) and optionally `complete(out)` (writes the
-checkpoint files that no repository contains). `RELEASES` defines further releases by name. The name
-of a release is an alias of its family in `models/registry.py`. `vllm-omni download` and `vllm serve
---omni` read these modules. `resolve` finds the snapshot of a hub id, as vLLM does for the models
-that it supports itself.
+A family with released weights has a module `models/<name>/hub.py`. The module defines `PIECES`, the
+files to download and their locations in the checkpoint directory. It also defines
+`check_complete(path)`, which raises an error if files are missing and does not read weights. The
+optional function `complete(out)` writes the checkpoint files that no repository contains.
+`RELEASES` defines additional releases by name. A release's name is an alias for its family in
+`models/registry.py`. `vllm-omni download` and `vllm serve --omni` read these modules. `resolve`
+finds the snapshot for a hub id, as vLLM does for the models that it supports natively.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from typing import Any
 _MODELS = "vllm_omni.model_executor.models"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SMALL = ("*.json",)
-"""Globs of the small files that are downloaded first to detect which model a repository contains.
+"""Globs for the small files that are downloaded first to detect which model a repository contains.
 """
 _NOT_SERVED = (
     "original/**/*",
@@ -34,19 +34,19 @@ _NOT_SERVED = (
     "*.mp4",
     "*.gif",
 )
-"""Globs of files that are not downloaded: files in unsupported formats, and model cards with their
+"""Globs for files that are not downloaded: files in unsupported formats, and model cards with their
 images and videos.
 """
 
 
 @dataclass(frozen=True)
 class HubComponent:
-    """The files of a checkpoint that come from one repository."""
+    """A checkpoint's files that come from one repository."""
 
     repo: str
     """Repository that contains the files, as `owner/name`."""
     patterns: tuple[str, ...]
-    """Globs of the files to fetch, relative to the root of the repository."""
+    """Globs for the files to fetch, relative to the repository root."""
     folder: str
     """Target directory within the checkpoint directory; "" is the checkpoint directory itself."""
     gigabytes: float
@@ -64,14 +64,14 @@ class HubSource:
     """All files to download for one checkpoint."""
 
     components: tuple[HubComponent, ...]
-    """Files of the checkpoint, grouped by repository."""
+    """The checkpoint's files, grouped by repository."""
     complete: Callable[[Path], list[str]] = _complete_as_fetched
     """Function that writes the checkpoint files that no repository contains, and returns the names
     of the files written.
     """
     licence: str | None = None
-    """One-line description of the licence of the weights. None: the user need not accept a licence
-    before the download.
+    """One-line description of the weights' licence. None: the user need not accept a licence before
+    the download.
     """
 
     @property
@@ -80,10 +80,10 @@ class HubSource:
 
 
 def hub_source(family_name: str, release: str | None = None) -> HubSource:
-    """Return the source from which the weights of a family are downloaded.
+    """Return the source from which to download a family's weights.
 
     Args:
-        family_name: Name of the family.
+        family_name: Family name.
         release: Name of a release. Default: the family's first release.
 
     Raises:
@@ -102,7 +102,7 @@ def hub_source(family_name: str, release: str | None = None) -> HubSource:
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether a model argument is a repository id (`owner/name`) instead of an existing path."""
+    """Whether a model argument is a repository id (`owner/name`) rather than an existing path."""
     return _HUB_ID.fullmatch(model) is not None and not Path(model).exists()
 
 
@@ -113,8 +113,7 @@ def resolve(
     cache_dir: str | None = None,
     token: str | None = None,
 ) -> Path:
-    """Download the missing files of a repository and return the directory of its snapshot in the
-    cache.
+    """Download a repository's missing files, and return the directory of its snapshot in the cache.
 
     Hugging Face's environment variables apply (`HF_HOME`, `HF_ENDPOINT`, `HF_TOKEN`,
     `HF_HUB_OFFLINE`). If the repository is not a known release, its small files are downloaded
@@ -123,7 +122,7 @@ def resolve(
     Args:
         repo: Repository, as `owner/name`.
         revision: Branch, tag or commit. Default: the main branch.
-        cache_dir: Cache directory. Default: Hugging Face's own.
+        cache_dir: Cache directory. Default: Hugging Face's own cache directory.
         token: Access token. Default: the stored token.
 
     Raises:
@@ -166,12 +165,12 @@ def resolve(
 
 
 def fetch(repo: str, patterns: Sequence[str] | None, **options: Any) -> Path:
-    """Download the missing files of a repository and return their directory.
+    """Download a repository's missing files, and return their directory.
 
     Args:
         repo: Repository, as `owner/name`.
-        patterns: Globs of the files to download. None: all files.
-        **options: Arguments of `huggingface_hub.snapshot_download`.
+        patterns: Globs for the files to download. None: all files.
+        **options: Arguments for `huggingface_hub.snapshot_download`.
 
     Raises:
         ValueError: The hub refuses the download or cannot be reached. The error message is a single
@@ -238,7 +237,7 @@ def check_complete(family_name: str, path: Path) -> None:
 
 
 def _hub_module(family_name: str) -> Any:
-    """Return the `hub` module of a family, or None if the family has no such module."""
+    """Return a family's `hub` module, or None if the family has no such module."""
     package = f"{_MODELS}.{family_name}"
     try:
         return importlib.import_module(f"{package}.hub")

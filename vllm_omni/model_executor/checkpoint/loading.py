@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads checkpoints strictly: tensor names and shapes are compared before any data is read.
 
-Missing, unexpected and misshapen tensors raise an error with counts and examples. If the comparison
+Missing, unexpected and misshapen tensors cause an error with counts and examples. If the comparison
 succeeds, only the tensors (or shards of tensors) that this rank needs are read, one at a time. This
 module contains no model-specific code. `tensor_files.py` reads the files themselves.
 """
@@ -33,16 +33,15 @@ def load_strict(
     """Load all parameters of a module from a checkpoint, which must contain exactly one tensor for
     each parameter.
 
-    If a layer of the module has the same quantization as the stored layer, the quantized weight and
-    its scales are loaded unchanged. If the layer of the module has no parameters for scales, the
-    stored weight is dequantized. Any other combination of quantizations is an error.
+    If a layer in the module has the same quantization as the stored layer, the quantized weight and
+    its scales are loaded unchanged. If the module's layer has no parameters for scales, the stored
+    weight is dequantized. Any other combination of quantizations is an error.
 
     Args:
         module: Module whose parameters are loaded.
-        source: Tensors of the component, as stored in the checkpoint.
-        expected: Name -> shape of every tensor of the component. `module` may be a part of the
-            component, for example a pipeline stage, a tensor-parallel shard or the encoder of a
-            VAE.
+        source: The component's tensors, as stored in the checkpoint.
+        expected: Shape of every tensor in the component, by name. `module` may be part of the
+            component, for example a pipeline stage, a tensor-parallel shard or a VAE's encoder.
         rules: Renames from stored names to names in `expected`.
         what: Name of the component in error messages.
         ignored: Stored names to skip.
@@ -109,14 +108,14 @@ def check_shapes(found: Mapping[str, Shape], expected: Mapping[str, Shape], wher
 
 
 def shapes_of(module: nn.Module) -> dict[str, Shape]:
-    """Return the shape of each parameter of a module, by name. Tied parameters appear once."""
+    """Return the shapes of a module's parameters, by name. Tied parameters appear once."""
     return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
 
 
 def some(names: Sequence[str]) -> str:
-    """Return a one-line text with the number of names and the first three names.
+    """Return one line of text that contains the number of names and the first three names.
 
-    Names are escaped, because names from a file may contain any character.
+    Names are escaped, because names in a file can contain any character.
     """
     shown = ", ".join(name if name.isprintable() else repr(name) for name in names[:3])
     return f"{len(names)} ({shown}{', ...' if len(names) > 3 else ''})"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MergedSource`: merges a LoRA into a checkpoint while it is read (W + scale B A), one tensor at a
-time.
+"""`MergedSource`: merges a LoRA into a checkpoint (W + scale B A) while the checkpoint is read, one
+tensor at a time.
 
 `MergedSource` is for a LoRA that is a permanent part of a released model, not for adapters that
-requests select. The tensor names of the LoRA follow PEFT
-(`base_model.model.blocks.0.ffn.0.lora_A.weight`, with or without the name of an adapter) or end in
+requests select. The LoRA's tensor names follow PEFT
+(`base_model.model.blocks.0.ffn.0.lora_A.weight`, with or without an adapter name) or end in
 `lora_down` and `lora_up`. Maths: https://arxiv.org/abs/2106.09685, equation 3.
 """
 
@@ -28,24 +28,26 @@ class MergedSource:
     """A `TensorSource` with the names, shapes and dtypes of `base`. Use `of_base` to create one."""
 
     base: TensorSource
-    """Checkpoint that the LoRA is merged into."""
+    """Checkpoint into which the LoRA is merged."""
     lora: TensorSource
-    """Tensors of the LoRA."""
+    """The LoRA's tensors."""
     parts: Mapping[str, Mapping[str, str]]
-    """Name in `base` -> names of the LoRA's `down` [r, in], `up` [out, r] and optional `alpha`."""
+    """Names of the LoRA's `down` [r, in], `up` [out, r] and optional `alpha`, keyed by name in
+    `base`.
+    """
 
     @classmethod
     def of_base(cls, base: TensorSource, lora: TensorSource, rules: Rules) -> "MergedSource":
-        """Pair the tensors of a LoRA with those of a checkpoint.
+        """Pair a LoRA's tensors with a checkpoint's tensors.
 
         Args:
-            base: Checkpoint that the LoRA is merged into.
-            lora: Tensors of the LoRA.
+            base: Checkpoint into which the LoRA is merged.
+            lora: The LoRA's tensors.
             rules: Renames that map the names in both files to common names.
 
         Raises:
-            ValueError: A tensor of the LoRA does not belong to a weight, lacks its counterpart or
-                has the wrong shape. The error message contains counts and examples.
+            ValueError: One of the LoRA's tensors does not belong to a weight, lacks its counterpart
+                or has the wrong shape. The error message contains counts and examples.
         """
         stored = {rename(name, rules): name for name in base.shapes}
         parts: dict[str, dict[str, str]] = defaultdict(dict)

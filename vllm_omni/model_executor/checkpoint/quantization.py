@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts a checkpoint's quantization settings to vLLM's `quantization_config`.
 
-The settings are either `quantization_config` in the transformer's `config.json` or the file
-`hf_quant_config.json` in the same directory or its parent. FP8 weights with one scale per tensor
-need no settings. The settings define only the quantization method. The names of the quantized
-layers are derived from the stored tensors, because the layer names in `ignore` and `targets` are
-those of the library that wrote the checkpoint.
+The settings are either `quantization_config` in the transformer's `config.json` or the
+`hf_quant_config.json` file in the same directory or its parent. FP8 weights with one scale per
+tensor need no settings. The settings define only the quantization method. The names of the
+quantized layers are derived from the stored tensors, because the layer names in `ignore` and
+`targets` are those of the library that wrote the checkpoint.
 
-vLLM reads the converted settings from its config object, selects the method and refuses any other
+vLLM reads the converted settings from its config object, selects the method and rejects any other
 value of `--quantization`.
 """
 
@@ -30,7 +30,7 @@ METHODS = ("modelopt", "compressed-tensors", "fp8")
 """Values of `quant_method` for which vLLM uses the stored weights without converting them."""
 READ_BACK = "torchao"
 """Method whose layers are dequantized to `--dtype`. vLLM's own implementation is not used, because
-it requires the package torchao and does not support merged layers.
+it requires the torchao package and does not support merged layers.
 """
 LAYERS_KEY = "omni_layers"
 """Key in `quantization_config`, in addition to vLLM's keys, for the names of the quantized layers.
@@ -119,10 +119,9 @@ def _is_scaled_fp8(
 
 
 def _described(folder: Path) -> dict[str, Any] | None:
-    """Return the quantization settings of a transformer, or ModelOpt's settings for the whole
-    pipeline.
+    """Return a transformer's quantization settings, or ModelOpt's settings for the whole pipeline.
 
-    The names of layers are removed from the settings.
+    Layer names are removed from the settings.
     """
     values: Any = None
     if (folder / "config.json").exists():

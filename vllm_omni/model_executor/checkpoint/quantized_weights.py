@@ -15,8 +15,9 @@ and its scales:
 | torchao's Float8Tensor and Int8Tensor | _weight_qdata | _weight_scale and _weight_zero_point [out, 1] |
 
 Input scales (`input_scale`, `scale_input`, `input_global_scale`) are used by kernels and do not
-affect the dequantized weights. Formats: NVIDIA ModelOpt 0.47, compressed-tensors 0.17, torchao 0.18
-in its flat safetensors, and ComfyUI's scaled FP8."""  # noqa: E501
+affect the dequantized weights. The formats are those of NVIDIA ModelOpt 0.47, compressed-tensors
+0.17, torchao 0.18 (flat safetensors files) and ComfyUI (scaled FP8).
+"""  # noqa: E501
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -47,8 +48,8 @@ _FP4_VALUES = (
     -4.0,
     -6.0,
 )
-"""Values of the 16 e2m1 codes, by code. The lower four bits of a byte contain the code of the first
-of its two values.
+"""Values of the 16 e2m1 codes, by code. A byte's lower four bits contain the code of the first of
+its two values.
 """
 
 WEIGHTS = ("weight", "weight_packed")
@@ -66,11 +67,10 @@ _SPELLINGS = (
     (r"\._weight_(scale|zero_point)\Z", r".weight_\1"),
     (r"^(model\.)?diffusion_model\.", ""),
 )
-"""Renames that convert the tensor names of community files and torchao to those of the other
-libraries.
+"""Renames that convert community files' and torchao's tensor names to the other libraries' names.
 """
 _MARKERS = ("scaled_fp8", "comfy_quant")
-"""Last component of the names of tensors that only mark a format: `scaled_fp8` and
+"""Last components of the names of tensors that only mark a format: `scaled_fp8` and
 `<layer>.comfy_quant`.
 """
 
@@ -78,8 +78,8 @@ _MARKERS = ("scaled_fp8", "comfy_quant")
 def model_names(
     source: TensorSource, rules: Rules = (), ignored: Collection[str] = ()
 ) -> dict[str, str]:
-    """Return the mapping from a model's tensor names to the names in a file, without format
-    markers.
+    """Return the mapping from a model's tensor names to the names in a file. Format markers are
+    omitted.
 
     Args:
         source: File whose tensors are mapped.
@@ -108,7 +108,7 @@ class QuantizedLayer:
     """One quantized layer in a file."""
 
     tensors: Mapping[str, str]
-    """Kind of tensor (`weight`, `weight_scale` and so on) -> name in the file."""
+    """Tensor names in the file, by kind of tensor (`weight`, `weight_scale` and so on)."""
 
     @property
     def weight(self) -> str:
@@ -124,7 +124,7 @@ class QuantizedLayer:
 
     @property
     def others(self) -> list[str]:
-        """Names, as in the file, of all tensors of the layer except its weight."""
+        """Stored names of the tensors, other than the weight, that dequantization needs."""
         names = (self.scale, self.second_scale, self.tensors.get(_ZERO))
         return [name for name in names if name is not None]
 
@@ -152,10 +152,10 @@ class QuantizedLayer:
 def quantized_layers(
     stored: Mapping[str, str], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, QuantizedLayer]:
-    """Return the quantized layers of a file by name.
+    """Return a file's quantized layers by name.
 
     Args:
-        stored: Mapping from a model's names to the names in the file.
+        stored: Mapping from the model's tensor names to the names in the file.
         dtypes: Dtype of each stored tensor.
     """
     layers: dict[str, dict[str, str]] = {}
@@ -172,7 +172,7 @@ def quantized_layers(
 
 @dataclass(frozen=True)
 class StoredLayout:
-    """The tensors of a file, matched to the tensors of a model."""
+    """A file's tensors, matched to a model's tensors."""
 
     found: dict[str, Shape]
     """Shape of each tensor in the file, by its name in the model."""
@@ -189,7 +189,7 @@ class StoredLayout:
         """Return the tensors whose values would be wrong if they were loaded into the model.
 
         Values would be wrong if the file and the model use different dtypes for a tensor, at least
-        one of these dtypes is a quantized one, and the tensor is not dequantized on load.
+        one of these dtypes is quantized, and the tensor is not dequantized on load.
         """
         faults = []
         for name, slot in slots.items():
@@ -209,17 +209,17 @@ def match_layers(
     expected: Mapping[str, Shape],
     slots: Mapping[str, CheckpointSlot],
 ) -> StoredLayout:
-    """Match the tensors of a file to those of a model.
+    """Match a file's tensors to a model's tensors.
 
     If a layer of this rank has slots for scales, the file must contain these scales. If a layer
-    without slots for scales is quantized in the file, it is dequantized. Quantized layers of other
-    ranks are ignored, together with their scales.
+    without slots for scales is quantized in the file, it is dequantized. Other ranks' quantized
+    layers are ignored, together with their scales.
 
     Args:
         stored: Mapping from the model's names to the names in the file.
         source: File whose tensors are matched.
-        expected: Name -> shape of every tensor of the component.
-        slots: Parameters of this rank.
+        expected: Shape of every tensor in the component, by name.
+        slots: This rank's parameters.
     """
     fit = StoredLayout(
         {name: source.shapes[file] for name, file in stored.items()},
@@ -257,8 +257,8 @@ def match_layers(
 def _read_back(
     layout: StoredLayout, layer: str, quantized: QuantizedLayer, source: TensorSource
 ) -> None:
-    """Mark a layer of a layout for dequantization, so that a missing or misshapen scale is
-    reported.
+    """Mark a layer in a layout for dequantization, and add the expected shape of a missing or
+    misshapen scale, so that the scale is reported.
     """
     weight = f"{layer}.weight"
     layout.read_back[weight], layout.stored[weight] = quantized, quantized.weight
@@ -281,8 +281,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class ReadBack:
-    """A source that dequantizes the given layers to fp32 and yields them under the names of their
-    weights.
+    """A source that dequantizes the given layers to fp32 and yields them under their weights'
+    names.
     """
 
     source: TensorSource
@@ -290,7 +290,7 @@ class ReadBack:
     layers: Iterable[QuantizedLayer]
     """Layers to dequantize. All other tensors are read as stored."""
     _by_weight: dict[str, QuantizedLayer] = field(init=False, default_factory=dict)
-    """The entries of `layers`, by the stored name of their weight."""
+    """The entries in `layers`, by the stored names of their weights."""
 
     def __post_init__(self) -> None:
         self._by_weight.update({layer.weight: layer for layer in self.layers})

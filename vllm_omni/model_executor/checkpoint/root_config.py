@@ -2,8 +2,8 @@
 """Writes `config.json` at the root of a checkpoint directory, so that `vllm serve DIR` needs no
 flags.
 
-vLLM reads `model_type` from this file, and `registration.py` registers the model types of this
-package with transformers. Everything else is read from the components in the directory, as with
+vLLM reads `model_type` from this file. `registration.py` registers this package's model types with
+Hugging Face Transformers. Everything else is read from the components in the directory, as with
 `--config-format omni`. Most released checkpoints lack this file, so the commands that create a
 checkpoint directory add it.
 """
@@ -26,7 +26,7 @@ def is_root_config(values: Mapping[str, Any]) -> bool:
 
 
 def write_root_config(folder: Path) -> bool:
-    """Add `model_type` to the `config.json` of a directory, or create the file.
+    """Add `model_type` to a directory's `config.json`, or create the file.
 
     A file that already contains `model_type` or is not JSON is left unchanged.
 

@@ -3,10 +3,10 @@
 
 Files are untrusted. Two formats are supported: safetensors, and PyTorch zip archives through
 `torch.load(weights_only=True)`, which does not execute code from the file. Files are memory-mapped,
-except within the context manager `files_may_change`. A file is refused with a single-line
-ValueError before any data is used if it is truncated, if its format differs from its suffix, or if
-it contains anything but dense float tensors (safetensors files may also contain
-`QUANTIZED_DTYPES`).
+except within the `files_may_change` context manager. If a file is truncated, has a format that
+differs from its suffix, or contains anything but dense float tensors, it is rejected with a
+single-line ValueError before any data is used. Safetensors files may also contain
+`QUANTIZED_DTYPES`.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ several threads load components.
 
 @contextlib.contextmanager
 def files_may_change() -> Iterator[None]:
-    """Context manager in which files are read without memory-mapping (`UnmappedSource`).
+    """Context manager within which files are read without memory-mapping (`UnmappedSource`).
 
     While the server runs, other processes may overwrite the files. At startup, files are
     memory-mapped instead, because this is faster and a crash at that time loses no session.
@@ -77,7 +77,7 @@ class SafetensorsSource:
     where: str
     """Path to report in error messages."""
     files: Mapping[Path, tuple[str, ...]]
-    """Names of the tensors that each file contains."""
+    """Names of the tensors in each file."""
     shapes: Mapping[str, Shape]
     """Shape of each tensor, from the headers."""
     dtypes: Mapping[str, torch.dtype]
@@ -145,13 +145,13 @@ class UnmappedSource:
     dtypes: Mapping[str, torch.dtype]
     """Dtype of each tensor."""
     metadata: Mapping[str, str]
-    """Metadata in the header of the file."""
+    """Metadata from the file header."""
     _path: Path
-    """Path of the file."""
+    """File path."""
     _starts: Mapping[str, int]
-    """Offset in bytes of each tensor from the start of the file."""
+    """Each tensor's offset in bytes from the start of the file."""
     _identity: tuple[int, ...]
-    """Key returned by the function `_identity` when the file was opened."""
+    """Key returned by the `_identity` function when the file was opened."""
 
     @classmethod
     def open(cls, path: Path) -> "UnmappedSource":
@@ -233,9 +233,9 @@ class _Entry(msgspec.Struct):
     """Entry of the safetensors header that describes one tensor."""
 
     dtype: str
-    """Name of the tensor's dtype in safetensors."""
+    """Safetensors name of the tensor's dtype."""
     shape: list[Annotated[int, msgspec.Meta(ge=0)]]
-    """Shape of the tensor."""
+    """The tensor's shape."""
     data_offsets: tuple[int, int]
     """Start and end of the tensor's data, in bytes from the end of the header."""
 
@@ -265,7 +265,7 @@ def _identity(file: BinaryIO) -> tuple[int, ...]:
 
 
 class TensorSource(Protocol):
-    """Named tensors of a checkpoint."""
+    """A checkpoint's named tensors."""
 
     @property
     def where(self) -> str:
@@ -294,12 +294,12 @@ from the stored tensor}`.
 
 
 class AdaptedSource:
-    """A `TensorSource` that renames or converts the tensors of another one.
+    """A `TensorSource` that renames or converts the tensors of another source.
 
     Args:
         source: Source of the stored tensors.
-        forms: Tensors to compute from each stored tensor. A stored tensor from which nothing is
-            computed is skipped.
+        forms: Tensors to compute from each stored tensor. If nothing is computed from a stored
+            tensor, the tensor is skipped.
 
     Raises:
         ValueError: Two tensors have the same name, or a stored tensor has an unsuitable shape.
@@ -338,7 +338,7 @@ class AdaptedSource:
 
 
 def unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as it is stored."""
+    """Return `tensor` unchanged."""
     return tensor
 
 
@@ -347,8 +347,8 @@ def open_tensors(path: Path, state_keys: Sequence[str] = ()) -> SafetensorsSourc
 
     Args:
         path: Directory, safetensors file or `.pth` file.
-        state_keys: Keys under which a training checkpoint (`.pth`) may contain the network. The
-            first existing key is used, and all other content of the file is ignored.
+        state_keys: Keys under which a training checkpoint (`.pth`) may store the network. The first
+            existing key is used, and all other file content is ignored.
 
     Raises:
         ValueError: The files are not supported. The error message is a single line that names the
@@ -391,7 +391,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a small YAML mapping without constructing objects.
+    """Read a small YAML mapping without constructing arbitrary Python objects.
 
     Raises:
         ValueError: The file does not contain a YAML mapping. The error message names the file.
@@ -429,7 +429,8 @@ def confined(folder: Path, name: str) -> Path:
     are allowed.
 
     Raises:
-        ValueError: The file is outside `folder` or does not exist.
+        ValueError: `name` is not a plain file name, or the file is outside `folder` or does not
+            exist.
     """
     if (
         not isinstance(name, str)
@@ -458,8 +459,8 @@ def confined(folder: Path, name: str) -> Path:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """Return the weight files of a folder: the files that its index names, or all safetensors files
-    if the folder has no index.
+    """Return a folder's weight files: the files that its index names, or all safetensors files if
+    it has no index.
     """
     indices = sorted(folder.glob("*.safetensors.index.json"))
     if len(indices) > 1:

@@ -7,7 +7,7 @@ from functools import lru_cache
 Rules = tuple[tuple[str, str], ...]
 """Pairs of (regular expression, replacement), applied in order."""
 _REMEMBERED = 1 << 14
-"""Size of the cache of converted names. Every name is converted at least three times: when shapes
+"""Size of the cache for converted names. Every name is converted at least three times: when shapes
 are read, when data is loaded, and for the model's parameters.
 """
 

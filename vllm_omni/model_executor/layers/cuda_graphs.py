@@ -2,7 +2,7 @@
 """`ForwardGraphs`: capture repeated forward passes as CUDA graphs and replay them.
 
 A replayed graph repeats the decisions that the host made during capture. The caller must therefore
-identify all of these decisions: it passes the tensors that are read and written in place
+identify all of these decisions by passing the tensors that are read and written in place
 (`buffers`), and a key that encodes slots, lengths and branches. Tensors that differ between calls
 are inputs, which are copied to the address that the graph reads. Inputs in `steady` never change
 their values, so they are copied only if a different tensor is passed. A session with a full K/V
@@ -16,7 +16,7 @@ of the same kind with other keys are captured the first time they run, so a new 
 start with eager launches. If a capture fails, that forward pass remains eager. All graphs share one
 memory pool and one output buffer, because only one graph runs at a time.
 
-A forward pass is captured as one graph, or as several graphs with calls in between that a graph
+A forward pass is captured as one graph, or as several graphs with intervening calls that a graph
 cannot contain (`between_graphs`). Collectives are called between graphs, because replaying NCCL's
 kernels stalls the devices. Keeping collectives outside graphs also allows one rank to replay while
 another rank still runs eagerly.
@@ -44,8 +44,9 @@ function that replays the pass.
 """
 
 _STALE: Final = 8
-"""A graph counts as unused after this number times `capacity` replays of other graphs. One cycle of
-a ring buffer takes 2 to 4 times `capacity` replays."""
+"""A graph counts as unused after `_STALE * capacity` replays of other graphs. One cycle of a ring
+buffer takes 2 to 4 times `capacity` replays.
+"""
 
 
 _numbers = WeakTensorKeyDictionary()
@@ -53,7 +54,7 @@ _next_number = itertools.count()
 
 
 def identity(tensor: torch.Tensor) -> int:
-    """Return an id that is unique among all tensor objects of this process, past and present.
+    """Return an id that is unique among all of this process's tensor objects, past and present.
 
     The address is not unique, because the allocator reuses freed memory.
     """
@@ -77,7 +78,8 @@ def between_graphs(run: Callable[[], object]) -> None:
 
 def persistent_copy(name: str, x: torch.Tensor) -> torch.Tensor:
     """Return `x` as a contiguous tensor. During a capture, `x` is copied into a
-    `persistent_buffer`."""
+    `persistent_buffer`.
+    """
     if _recording is None:
         return x.contiguous()
     return persistent_buffer(name, x.shape, x).copy_(x)
@@ -89,15 +91,15 @@ def persistent_buffer(
     """Return an uninitialised contiguous tensor. During a capture, all calls with the same name,
     shape and dtype share one buffer.
 
-    The caller must use the content of the buffer before the next call with the same arguments,
-    which returns the same memory. The buffer is shared because a separate tensor for each call
-    would occupy memory for as long as the graph exists.
+    The caller must use the buffer's content before the next call with the same arguments, which
+    returns the same memory. The buffer is shared because a separate tensor for each call would
+    occupy memory for as long as the graph exists.
 
     Args:
         name: Identifies the buffer, together with shape and dtype.
-        shape: Shape of the tensor.
+        shape: The tensor's shape.
         like: Tensor that determines the device and the default dtype.
-        dtype: Default: the dtype of `like`.
+        dtype: The tensor's dtype. Default: the dtype of `like`.
     """
     dtype = dtype or like.dtype
     if _recording is None:
@@ -106,8 +108,9 @@ def persistent_buffer(
 
 
 class _Recording:
-    """A capture in progress: its replays in order (`components`), and the shared buffers of all
-    captures."""
+    """A capture in progress: the replays recorded so far, in order (`components`), and the buffers
+    that all captures share.
+    """
 
     def __init__(self, pool: Any, buffers: dict[Hashable, torch.Tensor]) -> None:
         self.components: list[Callable[[], object]] = []
@@ -148,8 +151,9 @@ _recording: _Recording | None = None
 
 
 class CudaCapture:
-    """Capture on a dedicated CUDA stream, without the synchronisation and cache clearing of
-    `torch.cuda.graph`."""
+    """Capture on a dedicated CUDA stream, without the synchronisation and cache clearing that
+    `torch.cuda.graph` performs.
+    """
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -181,7 +185,7 @@ class _Graph:
     """A captured forward pass."""
 
     output: torch.Tensor
-    """Tensor to which `replay` writes the result. All graphs share this tensor."""
+    """Tensor that `replay` writes the result to. All graphs share this tensor."""
     replay: Replay
     """Function that replays the graph."""
     buffers: tuple[TensorWeakRef, ...]
@@ -191,7 +195,7 @@ class _Graph:
 
     @property
     def is_dead(self) -> bool:
-        """Return whether one of the tensors that the graph reads and writes has been freed."""
+        """Return whether any of the tensors that the graph reads and writes has been freed."""
         return any(position() is None for position in self.buffers)
 
 
@@ -200,7 +204,7 @@ class ForwardGraphs:
 
     When the cache is full, graphs with freed tensors are evicted first, then unused graphs. If all
     graphs are in use, a new forward pass remains eager, because a graph that is evicted before its
-    next use does not repay the cost of its capture.
+    next use does not recoup its capture cost.
 
     Args:
         capacity: Maximum number of graphs.
@@ -209,8 +213,9 @@ class ForwardGraphs:
 
     def __init__(self, capacity: int = 128, capture: Capture | None = None) -> None:
         self.pool: MemoryPool[Any] = MemoryPool()
-        """Memory of closed requests and sessions. New requests and sessions reuse this memory, so
-        that they can replay the graphs that were captured with it."""
+        """Closed requests' and sessions' memory. New requests and sessions reuse this memory, so
+        they can replay the graphs captured with it.
+        """
         self._capacity = capacity
         self._capture = capture or CudaCapture()
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()  # least recently used first
@@ -222,7 +227,7 @@ class ForwardGraphs:
         self._copied: dict[Hashable, int] = {}
 
     def __len__(self) -> int:
-        """Return the number of captured graphs."""
+        """Return the number of graphs in the cache."""
         return len(self._graphs)
 
     def __call__(
@@ -240,13 +245,13 @@ class ForwardGraphs:
         before.
 
         Args:
-            key: Value that identifies all decisions of the host. None: run eagerly.
+            key: Value that identifies all host decisions. None: run eagerly.
             inputs: Tensors that may differ between calls.
             forward: Function that computes the forward pass.
             buffers: Tensors that the forward pass reads and writes in place.
-            kind: A value that is equal for forward passes that launch the same kernels. None: only
-                `key` is compared.
-            whole: Whether this forward pass launches all kernels that passes of its kind may
+            kind: A value that is the same for all forward passes that launch the same kernels.
+                None: only `key` is compared.
+            whole: Whether this forward pass launches all kernels that passes of its kind can
                 launch.
             steady: Names of inputs that are never modified after their creation.
         """
@@ -286,8 +291,8 @@ class ForwardGraphs:
         return graph.output.clone()
 
     def clear_graphs(self) -> None:
-        """Evict all graphs and free the pooled memory. Call this after tensors that graphs read
-        have moved.
+        """Evict all graphs and free the pooled memory. Call this method after tensors that graphs
+        read have moved.
         """
         self.pool.trim(0)
         self._graphs.clear()
@@ -300,7 +305,9 @@ class ForwardGraphs:
             self._capture = CudaCapture()  # the pool is freed with its last graph
 
     def _came_before(self, key: Hashable, kind: Hashable | None, whole: bool) -> bool:
-        """Return whether this key or kind has run before, and record that it is running now."""
+        """Return whether this key or kind has run before, and record this run. The kind is recorded
+        only for a `whole` forward pass.
+        """
         again = key in self._seen or kind in self._kinds
         self._seen[key] = None
         self._seen.move_to_end(key)
@@ -311,7 +318,9 @@ class ForwardGraphs:
         return again
 
     def _has_room(self) -> bool:
-        """Return whether there is room for one more graph, after evicting one if necessary."""
+        """Return whether there is room for one more graph. If the cache is full, dead graphs are
+        evicted first or, if there are none, a graph that has not been used for a long time.
+        """
         if len(self._graphs) < self._capacity:
             return True
         for key in [key for key, graph in self._graphs.items() if graph.is_dead]:

@@ -2,9 +2,9 @@
 """`FastPath`: whether a faster implementation is used, and the reason if it is not.
 
 The module that chooses between two implementations returns its choice as a `FastPath` and branches
-on `is_on`. The log, `vllm-omni doctor`, `/omni/ready` and benchmark results all report this object
-(`model_executor/fast_paths.py` lists all fast paths), so a report cannot differ from the actual
-choice.
+on `is_on`. The log, `vllm-omni doctor`, `/omni/ready` and benchmark results all report this
+`FastPath` (`model_executor/fast_paths.py` lists all fast paths), so a report cannot differ from the
+actual choice.
 """
 
 import logging
@@ -38,8 +38,9 @@ class FastPath:
         return not self.reason
 
     def disabled(self, reason: str) -> "FastPath":
-        """Return a copy of this path that is off for `reason`, which is not a missing requirement
-        of the machine."""
+        """Return a copy of this path that is off for `reason`, which is not a missing machine
+        requirement.
+        """
         return FastPath(self.name, self.instead, reason)
 
     def as_json(self) -> dict[str, Any]:
@@ -54,8 +55,9 @@ class FastPath:
 
 @dataclass(frozen=True)
 class Lack:
-    """A missing requirement of a fast path on this machine. A `Lack` is falsy if nothing is
-    missing."""
+    """A requirement of a fast path that this machine does not meet. A `Lack` is falsy if nothing is
+    missing.
+    """
 
     reason: str = ""
     """Reason why the path is off; see `FastPath.reason`."""
@@ -71,7 +73,9 @@ class Lack:
 
 
 def this_device() -> torch.device:
-    """Return the device of a model in this process: CUDA if there is a GPU, otherwise the CPU."""
+    """Return the device that a model in this process runs on: CUDA if there is a GPU, otherwise the
+    CPU.
+    """
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -87,7 +91,7 @@ def lacks_hopper(device: torch.device) -> Lack:
 
 
 def lacks_capability(device: torch.device, least: tuple[int, int]) -> Lack:
-    """Return whether a device has a lower CUDA compute capability than `least`."""
+    """Check for a CUDA compute capability of at least `least`."""
     if device.type != "cuda":
         return lacks_gpu(device)
     capability = torch.cuda.get_device_capability(device)
@@ -103,14 +107,14 @@ def _digits(capability: tuple[int, int]) -> str:
 
 
 def lacks_half(dtype: torch.dtype, option: str) -> Lack:
-    """Return whether `dtype`, which is set by `option`, is not a half-precision type."""
+    """Check that `dtype`, which is set by `option`, is a half-precision type."""
     is_half = dtype in (torch.bfloat16, torch.float16)
     return Lack("" if is_half else f"the dtype is {str(dtype).removeprefix('torch.')} ({option})")
 
 
 def lacks_package(module: str, package: str) -> Lack:
-    """Return whether a module cannot be imported. `package` is the pip name of the package that
-    contains it.
+    """Check that a module can be imported. `package` is the pip name of the package that contains
+    it.
     """
     if find_spec(module) is not None:
         return Lack()
@@ -118,7 +122,7 @@ def lacks_package(module: str, package: str) -> Lack:
 
 
 def lacks_triton() -> Lack:
-    """Return whether Triton cannot run GPU kernels on this machine."""
+    """Check that Triton can run GPU kernels on this machine."""
     from vllm.triton_utils import HAS_TRITON
 
     missing = lacks_package("triton", "triton")
@@ -128,8 +132,9 @@ def lacks_triton() -> Lack:
 
 
 def joined(parts: Iterable[Iterable[FastPath]]) -> list[FastPath]:
-    """Merge the fast paths of several components. A path is on if it is on in all components that
-    list it."""
+    """Merge several components' lists of fast paths. A path is on if it is on in all components
+    that list it.
+    """
     found: dict[str, FastPath] = {}
     for path in (path for part in parts for path in part):
         if found.setdefault(path.name, path).is_on:
@@ -138,7 +143,7 @@ def joined(parts: Iterable[Iterable[FastPath]]) -> list[FastPath]:
 
 
 def log_paths(paths: Sequence[FastPath]) -> None:
-    """Log one line with all paths that are on, and one line for each other path."""
+    """Log one line with all paths that are on, and one line for each path that is off."""
     logger.info("fast paths: %s", ", ".join(path.name for path in paths if path.is_on) or "none")
     for path in paths:
         if path.remedy:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`FusedOps`: the fused pointwise ops of a network, as a table of pure functions.
+"""`FusedOps`: a network's fused pointwise ops, as a table of pure functions.
 
 Pointwise ops are the operations between matrix products and attention. In eager mode, each of these
 operations reads its inputs from memory and writes its result back. A fused op, whether compiled or
-written as a Triton kernel, reads and writes memory only once.
+written as a Triton kernel, reads its inputs and writes its results only once.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,13 +24,13 @@ from vllm_omni.model_executor.layers.fast_path import (
 class FusedOps:
     """Base class for a network's table of fused pointwise ops.
 
-    A subclass has one field per function. The default of each field is the uncompiled function.
+    A subclass has one field per function. Each field's default is the uncompiled function.
     """
 
     @classmethod
     def build(cls, compiled: bool) -> Self:
-        """Return a table of uncompiled or compiled functions. For tensors on CUDA, `kernels`
-        replace them.
+        """Return a table of uncompiled or compiled functions. For tensors on CUDA, the Triton
+        kernels in `kernels` replace functions of the same name.
 
         Args:
             compiled: Whether each function is compiled with `fuse`.
@@ -47,13 +47,14 @@ class FusedOps:
 
     @staticmethod
     def kernels() -> Sequence[Callable[..., Any]]:
-        """Return the Triton kernels that replace the functions of the same names. This method is
-        called only if Triton is installed."""
+        """Return the Triton kernels that replace the functions with the same names. This method is
+        called only if Triton is installed.
+        """
         return ()
 
     @staticmethod
     def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile `function` separately for each set of shapes with which it is called."""
+        """Compile `function` separately for each set of shapes that it is called with."""
         return torch.compile(function, dynamic=False)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Balances layers over pipeline stages by measured cost, and moves layers when the balance changes.
+"""Balances layers across pipeline stages by measured cost, and moves layers when the balance
+changes.
 
-`balanced_partition` computes the partition. `LayerMove` moves weights between stages with
-point-to-point sends only, in an order that is the same on every stage. The module does not depend
-on the model.
+`balanced_partition` computes the partition. `LayerMove` moves weights between stages using only
+point-to-point sends, in the same order on every stage. The module contains no model-specific code.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,23 +18,23 @@ from torch import nn
 
 @dataclass(frozen=True)
 class StageCost:
-    """The cost of one chunk on one stage."""
+    """Time that one chunk takes on one pipeline stage."""
 
     layer_ms: float
-    """Milliseconds that a chunk takes in one layer."""
+    """Time in milliseconds that a chunk spends in one layer."""
     fixed_ms: float
-    """Milliseconds that a chunk takes outside the layers (head, embedding, decode)."""
+    """Time in milliseconds that a chunk spends outside the layers (head, embedding, decode)."""
 
     def total_ms(self, layers: int) -> float:
         return self.fixed_ms + layers * self.layer_ms
 
 
 def balanced_partition(costs: Sequence[StageCost], num_layers: int) -> list[int]:
-    """Return the number of layers per stage, at least one each, that minimises the time of the
-    slowest stage.
+    """Return the number of layers per stage, at least one each, that minimises the slowest stage's
+    time.
 
-    The greedy choice (each further layer is assigned to the stage with the smallest resulting
-    total) is optimal, because the cost of a stage increases with each layer.
+    The greedy choice (each additional layer is assigned to the stage with the smallest resulting
+    total) is optimal, because a stage's cost increases with each layer.
     """
     partition = [1] * len(costs)
     for _ in range(num_layers - len(costs)):
@@ -49,15 +49,16 @@ def balanced_partition(costs: Sequence[StageCost], num_layers: int) -> list[int]
 def stage_costs(
     steps_ms: Sequence[float], layers: Sequence[int], passes: int, once_ms: Sequence[float]
 ) -> list[StageCost]:
-    """Split the measured time of each stage into the time of its layers and the remaining time.
+    """Split each stage's measured time into the time spent in its layers and the remaining time.
 
-    The cost of a layer is taken from the stage with the lowest time per layer.
+    A layer's cost is taken from the stage with the lowest time per layer.
 
     Args:
-        steps_ms: Milliseconds of one pass on each stage.
-        layers: Number of layers of each stage during the measurement.
-        passes: Number of passes per chunk.
-        once_ms: Milliseconds per chunk on each stage for work that is done once, such as decoding.
+        steps_ms: Time in milliseconds that one forward pass takes on each stage.
+        layers: Number of layers on each stage during the measurement.
+        passes: Number of forward passes per chunk.
+        once_ms: Time in milliseconds that each stage spends per chunk on work that is done once,
+            such as decoding.
     """
     layer_ms = min(ms / count for ms, count in zip(steps_ms, layers, strict=True))
     return [
@@ -71,10 +72,10 @@ class LayerMove:
     same order.
 
     Args:
-        ranks: Global ranks of the stages with layers, first stage first.
+        ranks: Global ranks of the stages that have layers, first stage first.
         stage: This rank's stage.
-        before: Number of layers of each stage before the move.
-        after: Number of layers of each stage after the move.
+        before: Number of layers on each stage before the move.
+        after: Number of layers on each stage after the move.
         group: Process group used for sending. Default: the default group.
     """
 
@@ -91,11 +92,11 @@ class LayerMove:
         self.partition = tuple(after)
 
     def modules(self, modules: nn.ModuleDict, make: Callable[[int], nn.Module]) -> nn.ModuleDict:
-        """Send and receive layers, and return the layers of this stage after the move, by index.
+        """Send and receive layers, and return this stage's layers after the move, by index.
 
         Args:
-            modules: Layers of this stage before the move, by index.
-            make: Function that builds an empty layer with a given index.
+            modules: This stage's layers before the move, by index.
+            make: Function that builds the layer with a given index before its weights are received.
         """
         moved: dict[str, nn.Module] = {}
         for layer in range(len(self._before)):
@@ -120,7 +121,7 @@ class LayerMove:
 
 
 def _owners(partition: Sequence[int]) -> list[int]:
-    """Return the stage of each layer."""
+    """Return, for each layer, the stage that holds it."""
     ends = list(accumulate(partition))
     return [
         next(stage for stage, end in enumerate(ends) if layer < end) for layer in range(ends[-1])
@@ -128,8 +129,8 @@ def _owners(partition: Sequence[int]) -> list[int]:
 
 
 def _release(module: nn.Module) -> None:
-    """Free a layer's memory immediately. vLLM's parameters refer to their layer, so its memory
-    would otherwise be freed only by garbage collection.
+    """Free a layer's memory immediately. vLLM's parameters refer to their layer, so the layer's
+    memory would otherwise be freed only by garbage collection.
     """
     for parameter in module.parameters():
         parameter.data = parameter.data.new_empty(0)

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayerOffloader`: keeps weights of linear layers in host memory and copies them to the device
-just before they are used.
+"""`LayerOffloader`: keeps linear layers' weights in host memory and copies them to the device just
+before they are used.
 
-A network passes its blocks to vLLM's `get_offloader().wrap_modules`, in the same way as vLLM's
-models. The runner installs this offloader before it builds a model. After loading,
-`--cpu-offload-gb` determines how many bytes of linear layers remain on the host. These layers are
-spread evenly over the blocks of all networks, so that weights are fetched at an even rate during a
+A network passes its blocks to vLLM's `get_offloader().wrap_modules`, as vLLM's own models do. The
+runner installs this offloader before it builds a model. After loading, `--cpu-offload-gb`
+determines how many bytes of linear-layer weights remain on the host. The layers that remain there
+are spread evenly over the blocks of all networks, so weights are fetched at an even rate during a
 forward pass.
 
-A layer's weights are copied into one of a few device slots while earlier layers compute. Weights
-are prefetched in the order in which layers ran in the previous pass, so this order does not have to
-be specified and may differ from the order of construction. If the order changes (two experts
-alternate, or the K/V of a new prompt are computed), the weights of the first layer arrive late, but
-the result is still correct. An offloaded layer runs the same kernels and returns bitwise the same
-result as one that is not offloaded.
+A layer's weights are copied into one of a few device slots while earlier layers run. Weights are
+prefetched in the order in which the layers ran in the previous forward pass. This order does not
+have to be specified, and may differ from the construction order. If the order changes (for example,
+because two experts alternate or the K/V of a new prompt are computed), the first layer's weights
+arrive late, but the result is still correct. Whether or not a layer is offloaded, it runs the same
+kernels and returns bitwise-identical results.
 
-vLLM's own two offloaders are not used. With its UVA offloader, a matrix product reads its weights
-over the bus once per tile of tokens. vLLM's prefetch offloader supports only one list of layers,
-which must run in a fixed order.
+vLLM's own two offloaders are not used. With vLLM's UVA offloader, a matrix product reads the
+weights over the bus once per tile of tokens. vLLM's prefetch offloader supports only one list of
+layers, which must run in a fixed order.
 """
 
 import logging
@@ -35,27 +35,27 @@ from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 logger = logging.getLogger("vllm." + __name__)
 
 _AHEAD = 3
-"""Number of layers to prefetch. One is not enough, because the layer before a large one may be
-small and finish before the copy does.
+"""Number of layers to prefetch. Prefetching one layer is not enough, because a small layer may
+finish running before the next, larger layer has been copied.
 """
 _ARENA_BYTES = 1 << 30
-"""Size in bytes of a pinned allocation. The size is a power of two, because torch's pinned
-allocator rounds sizes up to a power of two."""
+"""Size of a pinned allocation in bytes. It is a power of two, because torch's pinned allocator
+rounds sizes up to powers of two."""
 _ALIGNMENT = 256
-"""Alignment in bytes of each tensor within the memory of its layer. CUDA's own allocator uses the
-same alignment."""
+"""Alignment of each tensor in its layer's memory, in bytes. CUDA's own allocator uses the same
+alignment."""
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """The location of one parameter in the memory of its layer."""
+    """The location of one parameter in its layer's memory."""
 
     name: str
     """Name of the parameter in its layer."""
     start: int
-    """Offset of the parameter in bytes from the start of the layer's memory."""
+    """Byte offset of the parameter from the start of the layer's memory."""
     dtype: torch.dtype
-    """Type of the parameter."""
+    """Dtype of the parameter."""
     shape: tuple[int, ...]
     """Shape of the parameter."""
     stride: tuple[int, ...]
@@ -66,13 +66,13 @@ class _Stored:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def view(self, room: torch.Tensor) -> torch.Tensor:
-        """View this parameter in `room`, a tensor of bytes."""
+        """Return this parameter as a view of `room`, a byte tensor."""
         typed = room[self.start : self.start + self.nbytes].view(self.dtype)
         return typed.as_strided(self.shape, self.stride, typed.storage_offset())
 
 
 def _layout(layer: nn.Module) -> tuple[_Stored, ...]:
-    """Return the location of each parameter in the consecutive bytes of a layer."""
+    """Return the location of each parameter in a layer's contiguous memory."""
     stored, start = [], 0
     for name, parameter in layer.named_parameters(recurse=False):
         tensor = parameter.data
@@ -101,7 +101,7 @@ class _Slot:
     """Device memory for the weights of one layer."""
 
     room: torch.Tensor
-    """Device memory of the slot, as bytes."""
+    """The slot's device memory, as a byte tensor."""
     arrived: torch.cuda.Event | None
     """Event recorded after the copy from the host. None on CPUs."""
     read: torch.cuda.Event | None
@@ -112,18 +112,18 @@ class _Slot:
 
 @dataclass(eq=False)
 class _Layer:
-    """A layer with weights in host memory."""
+    """A layer whose weights are in host memory."""
 
     layer: nn.Module
     """The layer, a vLLM linear layer."""
     stored: tuple[_Stored, ...]
     """Location of each parameter in `room`."""
     room: torch.Tensor
-    """Host memory of the weights, as bytes."""
+    """Host memory that holds the weights, as a byte tensor."""
     views: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
-    """Parameters as views of a block of memory, by the id of this block."""
+    """The parameters as views of each memory block, keyed by the block's id."""
     following: "_Layer | None" = None
-    """The layer that ran after this one in the previous pass."""
+    """The layer that ran after this one in the previous forward pass."""
 
     @property
     def nbytes(self) -> int:
@@ -138,8 +138,9 @@ class _Layer:
             parameter.data = view
 
     def take_home(self) -> None:
-        """Copy parameters to host memory if they are not there, for example because they were
-        reloaded on the device."""
+        """Copy the parameters to host memory if they are not already there, for example because
+        they were reloaded on the device.
+        """
         for one in self.stored:
             data, home = getattr(self.layer, one.name).data, one.view(self.room)
             if data.data_ptr() != home.data_ptr():
@@ -148,8 +149,9 @@ class _Layer:
 
 
 class _Copies:
-    """Copies weights into a slot synchronously. `_StreamCopies` overlaps the copy with computation
-    on CUDA."""
+    """Copies weights into a slot synchronously. On CUDA, `_StreamCopies` overlaps the copy with
+    computation.
+    """
 
     def new_slot(self, nbytes: int, device: torch.device) -> _Slot:
         return _Slot(torch.empty(nbytes, dtype=torch.uint8, device=device), None, None)
@@ -194,11 +196,11 @@ class LayerOffloader(BaseOffloader):
     """Keeps the weights of linear layers in host memory, up to a budget.
 
     Args:
-        budget_bytes: Maximum size in bytes of the weights on the host.
-        device: Device on which the layers compute.
-        load_on_host: Whether all layers are first loaded on the host, after which the layers that
-            exceed the budget are moved to the device. Otherwise, all layers are first loaded on the
-            device, which must temporarily hold them.
+        budget_bytes: Maximum size of the weights on the host, in bytes.
+        device: Device on which the layers run.
+        load_on_host: Whether to load all layers on the host first and then move the layers that
+            exceed the budget to the device. Otherwise, all layers are first loaded on the device,
+            which must temporarily hold all of them.
     """
 
     def __init__(
@@ -213,7 +215,7 @@ class LayerOffloader(BaseOffloader):
 
     @property
     def host_bytes(self) -> int:
-        """Return the size in bytes of the weights that remain on the host."""
+        """Return the size of the weights that remain on the host, in bytes."""
         return sum(layer.nbytes for layer in self._layers)
 
     @property
@@ -223,7 +225,7 @@ class LayerOffloader(BaseOffloader):
     def wrap_modules(
         self, modules_generator: Generator[nn.Module, None, None], prefix: str = ""
     ) -> list[nn.Module]:
-        """Register the blocks of a network. Each block is moved to the host before the next one is
+        """Register a network's blocks. Each block is moved to the host before the next block is
         built.
         """
         modules = []
@@ -237,8 +239,8 @@ class LayerOffloader(BaseOffloader):
         return modules
 
     def post_init(self) -> None:
-        """Move every layer to the host or the device. This method is called after loading and after
-        each reload.
+        """Move each layer to the host or the device. The runner calls this method after loading and
+        after each reload.
 
         Raises:
             ValueError: No layer would remain on the host.
@@ -293,7 +295,7 @@ class LayerOffloader(BaseOffloader):
         )
 
     def _enter(self, layer: _Layer) -> None:
-        """Before a layer computes, wait for its weights and start to copy the weights of the next
+        """Before a layer runs, wait for its weights and start copying the weights of the next
         layers.
         """
         slot = self._slot_of(layer)
@@ -314,8 +316,8 @@ class LayerOffloader(BaseOffloader):
         layer.show(layer.room)
 
     def _slot_of(self, layer: _Layer) -> _Slot:
-        """Return the slot with the layer's weights, and copy the weights into it if necessary. The
-        slot becomes the most recently used one.
+        """Return the slot that holds the layer's weights, after copying them into a slot if
+        necessary. The slot becomes the most recently used one.
         """
         slot = next((slot for slot in self._slots if slot.layer is layer), self._slots[0])
         if slot.layer is not layer:
@@ -328,7 +330,8 @@ class LayerOffloader(BaseOffloader):
 
 class _Rooms:
     """Allocates host memory for consecutive layers. The memory is pinned if there is a device to
-    copy to."""
+    copy to.
+    """
 
     def __init__(self, total_bytes: int, device: torch.device) -> None:
         self._left = total_bytes
@@ -347,7 +350,7 @@ class _Rooms:
 
 
 def spread(sizes: Sequence[int], budget: int) -> list[bool]:
-    """Choose the layers that remain on the host. The chosen layers have at most `budget` bytes in
+    """Choose the layers that remain on the host. The chosen layers occupy at most `budget` bytes in
     total and are spread evenly over the list.
     """
     total, budget = sum(sizes), min(budget, sum(sizes))
@@ -378,6 +381,7 @@ def offloader_for(
     gibibytes = vllm_config.offload_config.uva.cpu_offload_gb
     if gibibytes <= 0 or parallel.is_vae_stage:
         return None
-    # Random weights are generated on the device, because generating them on the host takes minutes.
+    # With the `dummy` format, weights are generated on the device, because generating them on the
+    # host takes minutes.
     load_on_host = vllm_config.load_config.load_format != "dummy"
     return LayerOffloader(int(gibibytes * 2**30), device, load_on_host=load_on_host)

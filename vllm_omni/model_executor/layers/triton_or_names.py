@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`triton` and `tl` for kernel files: Triton itself, or vLLM's placeholders if it is not installed.
+"""`triton` and `tl` for kernel files: Triton itself, or vLLM's placeholders if Triton is missing.
 
-With placeholders, a kernel file can be imported but its kernels cannot be called.
+With the placeholders, a kernel file can be imported, but its kernels cannot be called.
 `vllm.triton_utils` is not used, because it installs placeholders whenever there is no GPU. These
 placeholders also disable Triton's interpreter, in which the kernel tests run on CPUs.
 """

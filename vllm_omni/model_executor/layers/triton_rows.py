@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Shared functions of Triton kernels that run one program per token. This module requires
+"""Functions shared by the Triton kernels that run one program per token. This module requires
 Triton.
 """
 
@@ -13,10 +13,10 @@ _LARGEST, _LEAST_SCALE = tl.constexpr(LARGEST), tl.constexpr(LEAST_SCALE)
 
 @triton.jit
 def over_largest(value, token_scale):
-    """Write the scale that maps the token's largest value to the e4m3 maximum, and return the
-    values divided by it.
+    """Store the scale that maps the token's largest magnitude to the e4m3 maximum, and return the
+    values divided by the scale.
 
-    There is only one division per token, because the kernels took nearly twice as long with one
+    The function divides only once per token, because the kernels took nearly twice as long with one
     division per value.
     """
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(value), axis=0), _LARGEST), _LEAST_SCALE)

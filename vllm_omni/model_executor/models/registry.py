@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Table of the model families. Code outside a model's folder looks up models here.
+"""The table of model families. Code outside a model's folder looks up models here.
 
-A family is a module `family` that defines `FAMILY`. `vllm_omni.testing.tiny.<name>` writes tiny
-checkpoints of the family. Family modules are imported on first use, so that the families can be
+Each family has a `family` module that defines `FAMILY`. `vllm_omni.testing.tiny.<name>` writes tiny
+checkpoints for the family. Family modules are imported on first use, so that the families can be
 listed quickly.
 """
 
@@ -36,8 +36,8 @@ _FAMILY_MODULES = {
     "wan2_2": "vllm_omni.model_executor.models.wan2_2.family",
     "lance": "vllm_omni.model_executor.models.lance.family",
     "qwen2_5_omni": "vllm_omni.model_executor.models.qwen2_5_omni.family",
-    # This family is the last one, because it detects every directory in diffusers' layout,
-    # including directories of the families above.
+    # This family comes last, because it detects every directory in the diffusers layout, including
+    # directories that belong to the families above.
     "diffusers_pipeline": "vllm_omni.model_executor.models.diffusers_pipeline.family",
 }
 _ALIASES = (
@@ -62,7 +62,7 @@ _ALIASES = (
     | dict.fromkeys(("waypoint_360p", "waypoint_1_small", "waypoint_1_1_small"), "waypoint")
     | {"abot_world_0_5b_lf": "abot_world", "qwen2_5_omni_3b": "qwen2_5_omni"}
 )
-"""Aliases of families. Most aliases are names of releases (`models/<name>/hub.py`)."""
+"""Family aliases. Most of them are release names (`models/<name>/hub.py`)."""
 
 ARCHITECTURES = {
     "AbotWorldPipeline": "vllm_omni.model_executor.models.abot_world.pipeline:AbotWorldPipeline",
@@ -85,7 +85,8 @@ ARCHITECTURES = {
     "Qwen2_5OmniToken2WavPipeline": "vllm_omni.model_executor.models.qwen2_5_omni.token2wav:"
     "Token2WavPipeline",
 }
-"""Model class by architecture name. vLLM's `ModelRegistry` imports a class on first use."""
+"""Model classes, keyed by architecture name. vLLM's `ModelRegistry` imports a class on first use.
+"""
 
 AR_ARCHITECTURES = {
     "Qwen2_5OmniTalkerForConditionalGeneration": (
@@ -95,12 +96,13 @@ AR_ARCHITECTURES = {
         "vllm_omni.model_executor.models.qwen2_5_omni.thinker:ThinkerForConditionalGeneration"
     ),
 }
-"""Class of each autoregressive model by architecture name. vLLM's own defaults apply to these
-models."""
+"""Autoregressive model classes, keyed by architecture name. vLLM's own defaults apply to these
+models.
+"""
 
 MODEL_TYPES = (ROOT_MODEL_TYPE, "null_image", "null_world", "t2v", "ti2v")
-"""Values of `model_type` in the `config.json` at the root of a checkpoint directory that make `vllm
-serve DIR` select this package. `t2v` and `ti2v` are the values of the original Wan checkpoints.
+"""Values of `model_type` in a checkpoint's `config.json` that make `vllm serve` select this
+package. `t2v` and `ti2v` are the values in the original Wan checkpoints.
 """
 
 
@@ -108,93 +110,96 @@ serve DIR` select this package. `t2v` and `ti2v` are the values of the original 
 class ModelFamily:
     """Describes one family for the command line, the config parser and the endpoints.
 
-    In the signatures below, `hf_config` is the result of the field `hf_config` as a dict, and
-    `omni` contains the parsed options.
+    In the signatures below, `hf_config` is the dict that the function in the `hf_config` field
+    returns, and `omni` contains the parsed options.
     """
 
     name: str
     """Name of the family and of its folder."""
     title: str
-    """Title for users: the name of the model, a colon and a one-line description."""
+    """User-facing title: the model name, a colon and a one-line description."""
     architecture: str
-    """Name of the architecture, a key of `ARCHITECTURES`."""
+    """Architecture name, a key in `ARCHITECTURES`."""
     detect: Callable[[Path], bool]
     """Function that returns whether a directory contains a checkpoint of this family, in any
-    layout. The function must be cheap and must never raise.
+    layout. The function must be cheap and must not raise.
     """
     hf_config: Callable[[Path], dict[str, Any]]
     """Function that maps a directory to keyword arguments for a `PretrainedConfig`
-    (`architectures`, `dtype`, sizes, layout). The function raises a one-line ValueError if the
+    (`architectures`, `dtype`, network dimensions, layout). It raises a one-line ValueError if the
     directory is not usable.
     """
     layouts: tuple[str, ...]
     """Names of the layouts that `make_tiny` can write. The first layout is the default."""
     why_not: Callable[[Path], str | None] | None = None
-    """Function that returns the one-line reason why a directory was not detected. The function
-    returns None if the directory contains no files of this family.
+    """Function that returns a one-line reason why this family did not detect a directory, or None
+    if the directory contains no files of this family.
     """
     default_size: Callable[[dict[str, Any]], tuple[int, int]] | None = None
-    """Function that maps `hf_config` to the (height, width) of a video. The result is used if
-    neither the user nor the world description sets a size. Default: the size of `OmniConfig`."""
+    """Function that maps `hf_config` to a video's (height, width). The result is used if neither
+    the user nor the world description sets a size. Default: the size in `OmniConfig`."""
     check_options: Callable[[dict[str, Any], OmniConfig], None] | None = None
-    """Function of (`hf_config`, `omni`) that checks the model's options and the size. The function
-    must be fast, and raises a one-line ValueError if a check fails.
+    """Function of (`hf_config`, `omni`) that checks the model's options and the output size. The
+    function must be fast. It raises a one-line ValueError if a check fails.
     """
     refusals: Callable[[dict[str, Any], OmniConfig, int], Refusals] = lambda *_: Refusals()
     """Function of (`hf_config`, `omni`, `--pipeline-parallel-size`) that returns the server options
     that the model does not support."""
     check_parallel: Callable[[dict[str, Any], OmniConfig, int, int], None] | None = None
     """Function of (`hf_config`, `omni`, `--tensor-parallel-size`, `--pipeline-parallel-size`) that
-    raises a one-line ValueError if the network cannot be distributed in this way.
+    raises a one-line ValueError if the network cannot be distributed over these ranks.
     """
     stream_info: Callable[[dict[str, Any], OmniConfig], dict[str, Any]] | None = None
-    """Function of (`hf_config`, `omni`) that returns the fields of `StreamInfo` that differ from
-    their defaults, for example the chunk size."""
+    """Function of (`hf_config`, `omni`) that returns the `StreamInfo` fields whose values differ
+    from the defaults, for example the chunk size."""
     action_space: Callable[[dict[str, Any], OmniConfig], "ActionSpace"] | None = None
-    """Function of (`hf_config`, `omni`) that returns the controls of the model. Default: the model
-    has no controls."""
+    """Function of (`hf_config`, `omni`) that returns the model's controls. Default: the model has
+    no controls."""
     capabilities: Callable[[dict[str, Any], OmniConfig], Capabilities] | None = None
-    """Function of (`hf_config`, `omni`) that returns which requests of the OpenAI endpoints the
-    model accepts. Default: the capabilities of a world model that starts from an image."""
+    """Function of (`hf_config`, `omni`) that returns the capabilities, which determine the requests
+    that the OpenAI endpoints accept. Default: the capabilities of a world model that starts from an
+    image."""
     presets: Mapping[PresetName, Preset] = field(default_factory=dict)
-    """Presets that `omni.model.preset` can select, by name. Default: the family has no presets."""
+    """Presets that `omni.model.preset` can select, keyed by name. Default: the family has no
+    presets.
+    """
     served_preset: Callable[[dict[str, Any], OmniConfig], ServedPreset] | None = None
     """Function of (`hf_config`, `omni`) that returns the preset as it applies to the checkpoint.
     Default: the family has no presets.
     """
     check_files: Callable[[Path, dict[str, Any], OmniConfig], None] | None = None
-    """Function of (directory, `hf_config`, `omni`) that checks for the files that only some options
-    require. The function must be fast, and raises a one-line ValueError if a file is missing.
+    """Function of (directory, `hf_config`, `omni`) that checks for files that only some options
+    require. The function must be fast. It raises a one-line ValueError if a file is missing.
     """
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
     """Supported values of `--kv-cache-dtype`."""
     takes_adapters: bool = False
     """Whether the model supports LoRA adapters (`SupportsAdapters`)."""
     plan: FamilyPlan | None = None
-    """Networks of the family for `vllm-omni plan`. Default: `vllm-omni plan` does not support the
+    """The family's networks for `vllm-omni plan`. Default: `vllm-omni plan` does not support the
     family."""
     executor_cls: str | None = None
     """Import path of the executor class that runs the model in the engine's process. Default:
     workers run the model."""
     serve_flags: Callable[[Path, bool], dict[str, str]] | None = None
-    """Function of (directory, whether the server runs on a CPU) that returns the flags that `vllm
-    serve --omni` adds for a family served by an autoregressive engine. Default: the flags of the
-    diffusion worker.
+    """Function of (directory, whether the server runs on a CPU) that returns the flags that
+    `vllm serve --omni` adds for a family served by an autoregressive engine. Default: the flags for
+    the diffusion worker.
     """
     endpoint_plugins: tuple[str, ...] = ()
-    """Additional vLLM plugins that serve endpoints of this family."""
+    """Additional vLLM plugins that serve this family's endpoints."""
     start_speech: Callable[[Path, OmniConfig, "AsyncLLM"], Awaitable["SpeechModel"]] | None = None
-    """Function of (directory, `omni`, engine of the server) that starts the other engines of the
-    model and returns the model, for the speech endpoints of the plugin `vllm_omni_speech`. The
-    function raises ValueError if the options are invalid. Default: the model generates no speech.
+    """Function of (directory, `omni`, the server's engine) that starts the model's other engines
+    and returns the model, for the speech endpoints of the `vllm_omni_speech` plugin. It raises
+    ValueError if the options are invalid. Default: the model does not generate speech.
     """
 
     def check_refusals(self, hf_config: dict[str, Any], omni: OmniConfig, stages: int) -> None:
         """Check that the model supports the server's options on `stages` pipeline stages.
 
         Raises:
-            ValueError: The model does not support an option. The message names the option and the
-                reason.
+            ValueError: The model does not support an option. The message names the option and
+                states the reason.
         """
         model = self.title.partition(":")[0]
         check_refusals(model, self.refusals(hf_config, omni, stages), omni, stages)
@@ -206,7 +211,7 @@ class ModelFamily:
         """Write a tiny checkpoint with random weights into `out`, an empty or new directory.
 
         Args:
-            out: Directory of the checkpoint.
+            out: Directory to write the checkpoint to.
             seed: Seed of the weights.
             layout: One of `layouts`.
         """
@@ -218,7 +223,7 @@ def family_names() -> list[str]:
 
 
 def known_names() -> dict[str, str]:
-    """Return a mapping from each family name and alias to the name of the family."""
+    """Return a mapping from each family name and alias to the family name."""
     return {name: name for name in _FAMILY_MODULES} | _ALIASES
 
 
@@ -226,7 +231,7 @@ def get_family(name: str) -> ModelFamily:
     """Return a family by name or alias.
 
     Raises:
-        ValueError: There is no family of this name. The message lists the known names.
+        ValueError: No family has this name or alias. The message lists the known names.
     """
     name = _ALIASES.get(name, name)
     if name not in _FAMILY_MODULES:
@@ -241,16 +246,16 @@ def get_family(name: str) -> ModelFamily:
 def detect_family(path: Path, executor: str | None = None) -> ModelFamily:
     """Return the family of a checkpoint directory.
 
-    If several families detect the directory, the first one in the table is returned.
+    If several families detect the directory, the first of them in the table is returned.
 
     Args:
         path: Checkpoint directory.
-        executor: The user's `--distributed-executor-backend`. If it is the executor of a family,
-            only this family is tried.
+        executor: The user's `--distributed-executor-backend`. If it is a family's executor, only
+            that family is tried.
 
     Raises:
-        ValueError: No family recognizes the directory. The message lists the families and the
-            reasons.
+        ValueError: No family recognizes the directory. The message lists the families, some of the
+            directory's entries, and each family's reason if it states one.
     """
     if not path.is_dir():
         raise ValueError(f"{path} is not a directory; pass a local checkpoint directory")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ChunkPlan`: the latent frames, the attention window and the video frames of each chunk of a
+"""`ChunkPlan`: the latent frames, the attention window and the video frames of each chunk in a
 stream.
 """
 
@@ -29,14 +29,14 @@ frame i > 0 decodes to video frames 4i - 3 to 4i.
 """
 
 GLOBAL_FRAMES = 21
-"""Maximum number of latent frames of a stream with global attention, which is the length of the
-training clips.
+"""Maximum number of latent frames in a stream with global attention: the length of the training
+clips.
 """
 
 
 class StatesWindow(Protocol):
-    """Chunk and window sizes that a checkpoint may recommend. None: the checkpoint makes no
-    recommendation.
+    """Chunk and window sizes that a checkpoint may recommend. A size without a recommendation is
+    None.
     """
 
     @property
@@ -51,10 +51,10 @@ class StatesWindow(Protocol):
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Sizes of the chunks of a stream, in latent frames.
+    """Sizes of a stream's chunks, in latent frames.
 
     Raises:
-        ValueError: The first chunk does not fit the window.
+        ValueError: The first chunk does not fit into the window.
     """
 
     first_chunk_frames: int
@@ -152,7 +152,7 @@ def resolve_chunks(
 
     Args:
         options: Streaming options of the server.
-        stated: Chunk and window sizes that the checkpoint recommends.
+        stated: Chunk and window sizes recommended by the checkpoint.
         chunk_frames: Default length of a chunk, in latent frames.
         window_frames: Default length of the window, in latent frames.
         sink_frames: Default number of sink frames.

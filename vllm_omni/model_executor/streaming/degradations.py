@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Implements the degradations of late chunks (`omni.degradations`) for all streaming models.
+"""Implements the degradations for late chunks (`omni.degradations`) for all streaming models.
 
 A degraded chunk uses values of the family's `realtime` preset: the `fewer_steps` degradation uses
 the preset's number of denoise steps, and `tiny_vae` uses the preset's decoder. `StreamingModel`
@@ -21,7 +21,7 @@ TINY_VAE: Final[Degradation] = "tiny_vae"
 
 
 def degraded_options(options: StreamingOptions) -> Mapping[str, Any]:
-    """Return the options of `DEGRADED_PRESET`. The result is empty if the family has no preset of
+    """Return the options of `DEGRADED_PRESET`. The result is empty if the family has no preset with
     this name.
     """
     preset = options.presets.get(DEGRADED_PRESET)
@@ -29,7 +29,7 @@ def degraded_options(options: StreamingOptions) -> Mapping[str, Any]:
 
 
 def degraded_steps(options: StreamingOptions) -> int | None:
-    """Return the maximum number of denoise steps of a chunk with the `fewer_steps` degradation."""
+    """Return the maximum number of denoise steps for a chunk with the `fewer_steps` degradation."""
     steps: int | None = degraded_options(options).get("max_steps")
     return steps
 

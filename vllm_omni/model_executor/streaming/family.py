@@ -41,19 +41,25 @@ def streaming_family(
     session_windows: bool = False,
     plan: FamilyPlan | None = None,
 ) -> ModelFamily:
-    """Return the family of the package `models/{name}`.
+    """Return the family that the `models/{name}` package implements.
 
     Arguments without a description are fields of `ModelFamily`. Below, "stream" means the result of
     `read`, which depends on the checkpoint and the options.
 
     Args:
-        read: (the family's part of `hf_config`, options) -> the stream. Raises ValueError.
-        refusals: (stream, options, stages) -> server options that the model does not support.
-        check_parallel: (stream, options, ranks that share layers, stages) -> None, or ValueError.
-        info: Stream -> fields of `StreamInfo` other than the lengths of chunks.
-        check_tiny_decoder: (directory, option that needs the tiny decoder) -> None, or ValueError
-            if the directory lacks it. Default: the model has no tiny decoder.
-        action_space: Stream -> controls of the model.
+        read: Function that returns the stream for the family's part of `hf_config` and the options.
+            It raises ValueError if they are invalid.
+        refusals: Function that returns the server options that the model does not support. Its
+            arguments are the stream, the options and the number of stages.
+        check_parallel: Function that raises ValueError if the model does not support the
+            parallelism. Its arguments are the stream, the options, the number of ranks that share
+            layers and the number of stages.
+        info: Function that returns the fields of `StreamInfo` for a stream, except the chunk
+            lengths.
+        check_tiny_decoder: Function that raises ValueError if the tiny decoder is missing. Its
+            arguments are the checkpoint directory and the option that needs the tiny decoder.
+            Default: the model has no tiny decoder.
+        action_space: Function that returns the model's controls for a stream.
         session_windows: Whether a session may choose its own window (`SupportsSessionWindows`).
     """
 

@@ -50,8 +50,8 @@ from vllm_omni.outputs import RequestFailed
 
 
 class ChunkLatentsDecoder(Protocol):
-    """Decodes the latents of a chunk to frames. The decoder's state between two chunks is
-    immutable.
+    """Decodes the latents of a chunk to frames. The state that the decoder keeps between two chunks
+    is immutable.
     """
 
     def state_nbytes(self, height: int, width: int) -> int:
@@ -72,27 +72,27 @@ class ChunkLatentsDecoder(Protocol):
         Args:
             latents_CFhw: Final latents of the chunk.
             size: Height and width of the frames, in pixels.
-            before: Decoder state after the previous chunk of the session. None: this is the first
-                chunk of the session.
+            before: Decoder state after the session's previous chunk, or None if this is the
+                session's first chunk.
             tiny: Whether to decode with the second, tiny decoder.
 
         Returns:
-            The frames, uint8 [T, H, W, 3], or None if another rank has them, and the new state.
+            The frames, uint8 [T, H, W, 3] (None if another rank has them), and the new state.
         """
 
     def can_be_tiny(self, before: Any) -> bool:
         """Return whether the second, tiny decoder can decode the chunk after the state `before`."""
 
     def most_streams(self, before: Any, latents_CFhw: torch.Tensor) -> int:
-        """Return the maximum number of chunks of this size in a shared decode. The value 1 disables
-        sharing.
+        """Return the maximum number of chunks of this size that may share a decode. A maximum of 1
+        disables sharing.
         """
 
     def decode_frames_together(
         self, latents_CFhw: Sequence[torch.Tensor], before: Sequence[Any]
     ) -> list[tuple[torch.Tensor, Any]]:
-        """Return the result of `decode_frames` for each of several chunks (at most `most_streams`),
-        which are decoded together.
+        """Decode several chunks together, at most `most_streams`, and return the result of
+        `decode_frames` for each chunk.
         """
 
 
@@ -110,8 +110,7 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
     """
 
     supports_step_execution: ClassVar[bool] = True
-    """Marker by which the runner recognises that the model runs one denoise step per engine step.
-    """
+    """Tells the runner that the model runs one denoise step per engine step."""
     session_type: ClassVar[type[Any]]
     """Class of the model's sessions."""
 
@@ -120,19 +119,19 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
     options: StreamingOptions
     """Streaming options of the model."""
     omni: OmniConfig
-    """Options of the server."""
+    """Server options."""
     parallel: ParallelContext
     """Position of this rank in the parallel groups."""
     plan: ChunkPlan
     """Chunk plan of every session that does not choose its own window."""
     kv_dtype: torch.dtype | None
-    """Dtype of stored keys and values. None: the dtype of the transformer."""
+    """Dtype of stored keys and values, or None to use the transformer's dtype."""
     transformer: Any
     """Layers and shards of the transformer that this rank holds."""
     text_encoder: Any
     """Text encoder. None on a VAE stage, and for a model that takes no prompts."""
     prompts: Any
-    """Cache of cross-attention K/V by prompt."""
+    """Cache of cross-attention K/V, keyed by prompt."""
     decoder: ChunkLatentsDecoder | None
     """Network that decodes latents to frames. None on a rank that does not decode."""
     action_space: ActionSpace = ActionSpace()
@@ -151,7 +150,9 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
 
     @abstractmethod
     def window_nbytes(self, shape: SessionShape) -> int:
-        """Return the bytes of a session's K/V windows on this rank, without allocating them."""
+        """Return the size in bytes of a session's K/V windows on this rank, without allocating
+        them.
+        """
 
     @abstractmethod
     def make_window(self, shape: SessionShape) -> KVWindows:
@@ -159,7 +160,7 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
 
     @abstractmethod
     def warmup_inputs(self) -> list[Inputs]:
-        """Return warm-up chunks of the largest size that together run each kind of work once."""
+        """Return warm-up chunks of the largest size. Together, they run each kind of work once."""
 
     @abstractmethod
     def prepare_encode(self, request: DiffusionRequest[Session, Chunk]) -> None:
@@ -174,7 +175,7 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         """Compute the inputs that all forward passes of a chunk share, unless they are already
         computed.
 
-        With tensor parallelism, this method is a collective.
+        With tensor parallelism, this is a collective operation.
         """
 
     @abstractmethod
@@ -182,7 +183,7 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         """Return the batch entries of a chunk in the next forward pass of the transformer."""
 
     def read_shape(self, params: DiffusionParams) -> SessionShape:
-        """Return the properties of a session from the parameters of its first chunk.
+        """Read the properties of a session from the parameters of its first chunk.
 
         Raises:
             RequestFailed: The properties are not supported.
@@ -195,15 +196,15 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
     def chunk_schedule(
         self, request: DiffusionRequest[Session, Chunk], schedule: FewStepSchedule
     ) -> FewStepSchedule:
-        """Return the denoise steps of a chunk: `schedule`, or fewer steps if the chunk would be
-        late.
+        """Return the denoise steps of a chunk: `schedule`, or fewer steps if the chunk would
+        otherwise be late.
         """
         if FEWER_STEPS not in request.degradations:
             return schedule
         return with_most_steps(schedule, degraded_steps(self.options))
 
     def start_chunk(self, request: DiffusionRequest[Session, Chunk], chunk: Chunk) -> None:
-        """Set the state of a chunk and its number of forward passes. For use in
+        """Set the state of a chunk and its number of forward passes. Subclasses call this method in
         `prepare_encode`.
         """
         request.state = chunk
@@ -216,8 +217,8 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         request.num_steps = chunk.schedule.num_steps + request.clean_passes
 
     def decodes_tiny(self, request: DiffusionRequest[Session, Chunk]) -> bool:
-        """Return whether a chunk is decoded by the second, tiny decoder because it would be
-        late.
+        """Return whether a chunk is decoded by the second, tiny decoder because it would otherwise
+        be late.
         """
         return TINY_VAE in request.degradations
 
@@ -268,8 +269,8 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         return replace(self.plan, window_frames=window_frames, sink_frames=sink_frames)
 
     def first_frames(self, shape: SessionShape) -> int | None:
-        """Return the number of frames for which the K/V windows of a new session have memory. None
-        means all frames.
+        """Return the number of frames that the K/V windows of a new session have memory for, or
+        None if they have memory for all frames.
         """
         plan = self.plan_of(shape)
         grows = self.omni.kv_growth and plan.shortest_window < plan.window_frames
@@ -281,8 +282,8 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         return self.config.out_channels, num_frames, height, width
 
     def window_sizes(self, shape: SessionShape) -> dict[str, Any]:
-        """Return the arguments that create a session's K/V window on this rank, except the number
-        of sink frames and the memory pool.
+        """Return the constructor arguments of a session's K/V window on this rank, except for the
+        number of sink frames and the memory pool.
         """
         tokens = self.config.tokens_per_frame(shape.height, shape.width)
         return {
@@ -294,7 +295,7 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         }
 
     def clean_passes(self, chunk: StreamingChunk[Any, Any], plan: ChunkPlan) -> int:
-        """Return the number of clean-context passes of a chunk.
+        """Return the number of clean-context passes that a chunk needs.
 
         No clean-context pass is needed if later chunks attend to the keys and values of the last
         denoise step. A session's first chunk and its sink frames always have a clean-context pass,
@@ -498,7 +499,7 @@ def build_transformer(
         setup: Setup of the streaming model.
         network: Class of the transformer, or a function that builds it.
         parallel: Position of this rank in the parallel groups. Default: `setup.parallel`.
-        **own: Further arguments for `network`.
+        **own: Additional arguments for `network`.
     """
     with default_dtype(setup.dtype):
         return network(

@@ -20,13 +20,13 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
     """Serving options that every streaming model has."""
 
     presets: ClassVar[Mapping[PresetName, Preset]] = {DEFAULT_PRESET: Preset()}
-    """Presets of the model family, by name."""
+    """Presets of the model family, keyed by name."""
 
     preset: PresetName = DEFAULT_PRESET
     """Named set of defaults for other options and the precision. `reference`: the release's own
     settings. `balanced`: the same steps and window in FP8. `realtime`: fewer steps, a shorter
     window and the tiny decoder. `small`: for GPUs with 12 to 24 GB. A family may offer only some of
-    these presets. Any option that is set explicitly overrides the preset (docs/how_to/presets.md).
+    these presets. Any option set explicitly overrides the preset (docs/how_to/presets.md).
     """
     fp8: bool | None = None
     """Whether to use the FP8 weights, keys and values of the preset. False: weights, keys and
@@ -35,7 +35,7 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
     refused.
     """
     max_steps: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
-    """Maximum number of denoise steps of a chunk. A longer schedule is reduced to evenly spaced
+    """Maximum number of denoise steps per chunk. A longer schedule is reduced to evenly spaced
     steps, which always include the noisiest one. Default: all steps.
     """
     latent_frames_per_chunk: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
@@ -55,9 +55,10 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
     """
     context_kv: ContextKV = "clean_pass"
     """Keys and values that later chunks attend to. `clean_pass`: those of an additional pass over
-    the final latents, as in training. `last_step`: those of the last denoise step. This saves the
-    additional pass, but the latents of the last step still contain noise. The first chunk, chunks
-    with sink frames and chunks with a single step always run the clean-context pass.
+    the final latents, as in training. `last_step`: those of the last denoise step. This setting
+    saves the additional pass, but the latents of the last step still contain noise. The
+    clean-context pass always runs for the first chunk, for chunks that contain sink frames, and for
+    chunks with one denoise step.
     """
     text_encoder_device: Literal["cpu"] | None = None
     """Device of the text encoder. `cpu` saves device memory (10.6 GiB for umt5-xxl). Default: the
@@ -68,10 +69,10 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
     checkpoint's directory, or from `taew2_2.pth` for models with Wan 2.2's VAE.
     """
     cuda_graphs: bool | None = None
-    """Replay repeated forward passes as CUDA graphs, which takes only a fraction of the host time
-    that launching the kernels takes. Default: true on CUDA for at most 3072 channels per GPU,
-    unless the engine runs with --enforce-eager or --cpu-offload-gb. Wider networks keep the device
-    busy without graphs.
+    """Whether to replay repeated forward passes as CUDA graphs. A replay needs only a fraction of
+    the host time that launching the kernels needs. Default: true on CUDA for at most 3072 channels
+    per GPU, unless the engine runs with --enforce-eager or --cpu-offload-gb. Wider networks keep
+    the device busy without graphs.
     """
 
     @classmethod
@@ -82,7 +83,7 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
 
         Args:
             options: Options under `omni.model` that the user and the world description set.
-            release: Default options of the release, which a preset overrides.
+            release: The release's default options. A preset overrides them.
 
         Raises:
             ValueError: An option is unknown or has an unsupported value. The error message names
@@ -110,7 +111,7 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
             options: Options under `omni.model`.
 
         Raises:
-            ValueError: `read_options` does not accept the options, or they include a fixed one.
+            ValueError: `read_options` does not accept the options, or one of them is fixed.
         """
         if given := [name for name in fixed if name in options]:
             raise ValueError(

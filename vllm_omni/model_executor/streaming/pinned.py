@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions with pinned tokens, for example of reference images, and the positions of their frames.
+"""Sessions with pinned tokens, for example those of reference images, and the positions of the
+sessions' frames.
 
 Frame f has position f - base, so the base determines only how far frames are from the pinned
 tokens.
@@ -69,13 +70,13 @@ def next_base(
     """Return the index of the frame that has position 0 during a chunk.
 
     Args:
-        base: Index that this function returned for the previous chunk. 0 for the first chunk.
+        base: Index that this function returned for the previous chunk, or 0 for the first chunk.
         frames: Latent frames of the chunk.
         window_frames: Number of frames that a chunk attends to, including its own.
         positions: How frames are positioned. `carried`: the position of a frame is its index
             minus the base. The base moves to the oldest frame in the window before a position
             exceeds `largest`. `window`: the oldest frame in the window always has position 0.
-        largest: Largest position that is allowed with `carried`.
+        largest: Largest position allowed with `carried`.
     """
     oldest = max(0, frames.stop - window_frames)
     if positions == "window":

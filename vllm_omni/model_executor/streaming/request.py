@@ -43,7 +43,7 @@ class SizedArchitecture(Protocol):
 def read_size(
     params: DiffusionParams, config: SizedArchitecture, omni: OmniConfig
 ) -> tuple[int, int]:
-    """Return the height and width of a session's video, which its first chunk sets."""
+    """Return the video height and width that a session's first chunk sets."""
     height = omni.height if params.height is None else params.height
     width = omni.width if params.width is None else params.width
     try:
@@ -60,7 +60,7 @@ def read_size(
 
 
 def check_unused(params: DiffusionParams, *, actions: bool) -> None:
-    """Refuse parameters that only image and video models support, and also actions if the model
+    """Reject parameters that only image and video models support. Also reject actions if the model
     takes none.
     """
     refuse_unused(params, ("prompt", "seed", "height", "width", *(("actions",) if actions else ())))
@@ -73,7 +73,7 @@ def read_window(params: DiffusionParams, plan: ChunkPlan) -> tuple[int, int] | N
         The two values, or None if the chunk requests neither.
 
     Raises:
-        RequestFailed: `invalid_request`: the server or the model does not allow the values.
+        RequestFailed: `invalid_request` if the server or the model does not allow the values.
     """
     if params.window_frames is None and params.sink_frames is None:
         return None
@@ -96,12 +96,13 @@ def read_window(params: DiffusionParams, plan: ChunkPlan) -> tuple[int, int] | N
 def check_unchanged(
     params: DiffusionParams, shape: SessionShape, others: Mapping[str, tuple[Any, Any]]
 ) -> None:
-    """Refuse a later chunk that changes a field set by the session's first chunk.
+    """Reject a later chunk that changes a field set by the session's first chunk.
 
     Args:
         params: Parameters of a later chunk.
         shape: Properties that the first chunk has set.
-        others: Further fields that the model fixes: name -> (sent value, fixed value).
+        others: Additional fields that must not change, as a mapping from field name to (sent value,
+            fixed value).
     """
     fixed_by_all = {
         "height": (params.height, shape.height),
@@ -125,7 +126,7 @@ def check_unchanged(
 
 
 def check_prompt(params: DiffusionParams, space: ActionSpace, *, first_chunk: bool) -> None:
-    """Refuse a prompt if the model takes none, and a first chunk without a prompt if one is
+    """Reject a prompt if the model takes none, and reject a first chunk without a prompt if one is
     required.
     """
     if space.prompt == "none" and params.prompt:
@@ -138,19 +139,19 @@ def check_prompt(params: DiffusionParams, space: ActionSpace, *, first_chunk: bo
 
 
 def read_seed(params: DiffusionParams, retained: int | None) -> int:
-    """Return the seed of a chunk: the requested seed, or that of the session, or else the default
-    seed.
+    """Return the seed of a chunk: the requested seed if there is one, otherwise the session's seed,
+    otherwise the default seed.
 
     Args:
         params: Parameters of the chunk.
-        retained: Seed of the session. None: the session has not started.
+        retained: Seed of the session, or None if the session has not started.
     """
     seed = retained if params.seed is None else params.seed
     return DEFAULT_SEED if seed is None else seed
 
 
 def check_tensors(tensors: Mapping[str, torch.Tensor], taken: Sequence[str]) -> None:
-    """Refuse tensors that the model does not accept."""
+    """Reject tensors that the model does not accept."""
     unknown = sorted(set(tensors) - set(taken))
     if unknown:
         raise RequestFailed(
@@ -163,8 +164,8 @@ class PlayedChunk:
     """The validated fields of a request, except its controls."""
 
     prompt: str
-    """Prompt of the chunk: the prompt of the request, or else that of the session, or else an empty
-    string.
+    """Prompt of the chunk: the request's prompt if there is one, otherwise the session's prompt,
+    otherwise an empty string.
     """
     seed: int
     """Seed of the chunk."""
@@ -177,7 +178,8 @@ class PlayedChunk:
 def read_played(
     request: DiffusionRequest[Any, Any], session: StreamingSession[Any, Any], space: ActionSpace
 ) -> PlayedChunk:
-    """Validate a request to a model whose only inputs are controls, a prompt and a start image.
+    """Validate a request to a model whose only inputs are controls, a prompt, a start image and
+    named images.
 
     Args:
         request: Request for one chunk.
@@ -216,7 +218,7 @@ def read_named_images(
     Args:
         tensors: Tensors of the request.
         space: Controls and other inputs of the model.
-        first_chunk: Whether the chunk is the first one of its session.
+        first_chunk: Whether the chunk is its session's first chunk.
     """
     prefix = image_tensor("")
     sent = {
@@ -253,7 +255,7 @@ def read_image(image: torch.Tensor | None, *, first_chunk: bool) -> torch.Tensor
     """Validate and return a start image, uint8 [H, W, 3] of any size.
 
     Args:
-        image: The start image. None: the session continues without a new image.
+        image: The start image, or None if the session continues without a new image.
         first_chunk: Whether to raise an error if `image` is None. Set it for a session's first
             chunk if the model requires a start image.
     """

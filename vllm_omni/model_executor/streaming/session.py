@@ -5,8 +5,8 @@ one chunk in flight.
 The K/V windows of a session are allocated at full size, or grow as they fill (`omni.kv_growth`).
 All other state has a known maximum size, which `nbytes` includes from the start. All state except
 the windows consists of immutable values. A chunk creates new values and `commit` replaces the
-references, so an abandoned chunk has no effect. Model-specific state is a further immutable value
-(`own`).
+references, so an abandoned chunk has no effect. Model-specific state is an additional immutable
+value (`own`).
 """
 
 import logging
@@ -40,12 +40,12 @@ class DecoderLayout(Protocol):
     """Shapes and dtypes of a decoder's state between two chunks."""
 
     def restore(self, saved: SavedTensors, device: torch.device | str, num_latents: int) -> Any:
-        """Restore the state that was saved after `num_latents` latent frames."""
+        """Restore the state saved after `num_latents` latent frames."""
         ...
 
 
 class DenoiseSchedule(Protocol):
-    """Schedule of the denoise steps of a chunk."""
+    """Schedule of a chunk's denoise steps."""
 
     @property
     def num_steps(self) -> int: ...
@@ -53,7 +53,7 @@ class DenoiseSchedule(Protocol):
     def advance(
         self, latents: torch.Tensor, flow: torch.Tensor, step: int, noise: ChunkNoise
     ) -> torch.Tensor:
-        """Return the latents after the denoise step `step`, in fp32."""
+        """Return the latents after denoise step `step`, in fp32."""
         ...
 
 
@@ -108,8 +108,8 @@ class SessionShape:
     width: int
     """Width of the video in pixels."""
     output: Output
-    """What chunks return: frames (`rgb`), `latents` or `both`. A session with output `latents` has
-    no decoder cache.
+    """Output of each chunk: frames (`rgb`), `latents` or `both`. A session whose output is
+    `latents` has no decoder cache.
     """
     source: Source = field(default="text", kw_only=True)
     """Input of each chunk. `video`: each chunk starts from a video that the client sends, and the
@@ -120,7 +120,7 @@ class SessionShape:
     recomputed.
     """
     window: tuple[int, int] | None = field(default=None, kw_only=True)
-    """`(window_frames, sink_frames)` of the session. Default: the window of the server."""
+    """`(window_frames, sink_frames)` of the session. Default: the server's window."""
 
 
 class SessionScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -133,7 +133,7 @@ class SessionScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     committed_frames: int
     """Number of committed latent frames."""
     omitted_frames: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Number of generated latent frames that were left out of the window."""
+    """Number of generated latent frames left out of the window."""
     prompt: Text
     """Prompt of the last chunk."""
     seed: Seed
@@ -143,7 +143,7 @@ class SessionScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     width: int
     """Width of the video in pixels."""
     output: str
-    """What chunks return: `rgb`, `latents` or `both` (`SessionShape.output`)."""
+    """Output of each chunk: `rgb`, `latents` or `both` (`SessionShape.output`)."""
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
@@ -158,10 +158,10 @@ class StateLayouts:
     """Layouts of a session's state on this rank, except its K/V windows."""
 
     decoder: DecoderLayout | None
-    """Layout of the decoder's state. None: the session has no decoder state."""
+    """Layout of the decoder's state, or None if the session has no decoder state."""
     own: Any
-    """Layout of the session's model-specific state, in a type that the model defines. None: the
-    model has no such state.
+    """Layout of the session's model-specific state, in a type that the model defines, or None if
+    the model has no such state.
     """
 
 
@@ -179,17 +179,17 @@ class StreamingChunk(Generic[Window, OwnValue]):
     latents: torch.Tensor
     """Current latents, fp32 [C, F, h, w]."""
     noise: ChunkNoise | None
-    """Noise that the chunk starts from and that later steps add. None: this rank runs no denoise
-    steps.
+    """Noise that the chunk starts from and that later steps add, or None if this rank runs no
+    denoise steps.
     """
     rope: tuple[torch.Tensor, torch.Tensor]
     """Cosines and sines of the rotary embedding, fp32."""
     text: torch.Tensor | None
-    """Text embeddings of the prompt. None: they are not needed, because `cross_kv` is already
+    """Text embeddings of the prompt, or None if they are not needed because `cross_kv` is already
     computed.
     """
     window: Window
-    """K/V windows of the session, to which the chunk writes."""
+    """K/V windows of the session. The chunk writes to them."""
     prompt: str
     """Prompt of the session after the chunk."""
     seed: int
@@ -206,9 +206,9 @@ class StreamingChunk(Generic[Window, OwnValue]):
     image. Denoise steps do not change given frames.
     """
     omitted: bool = False
-    """Whether this chunk is left out of the window, so that the next chunk takes its place."""
+    """Whether this chunk is left out of the window. If so, the next chunk takes its place."""
     trajectory: Trajectory | None = None
-    """Denoise steps of the chunk, if the request asks for them."""
+    """Record of the chunk's denoise steps, if the request asks for it."""
     decoded_from: Any = None
     """State of the decoder before the chunk, retained because the device may still read it."""
 
@@ -254,7 +254,7 @@ class StreamingChunk(Generic[Window, OwnValue]):
         )
 
     def latent_results(self, shape: SessionShape) -> dict[str, torch.Tensor]:
-        """Return all tensors of the chunk's result except its frames."""
+        """Return all tensors of the chunk's result except the frames."""
         latents = {} if shape.output == "rgb" else {"latents": self.latents}
         return latents if self.trajectory is None else latents | self.trajectory.results()
 
@@ -269,9 +269,10 @@ class StreamingChunk(Generic[Window, OwnValue]):
 
 
 class StreamingSession(SessionState, Generic[Window, OwnValue]):
-    """State of a streaming session on one rank, described in the module docstring.
+    """State of a streaming session on one rank, as described in the module docstring.
 
-    An attribute with an optional type is None before the first chunk, or if this rank lacks it.
+    An attribute with an optional type is None before the first chunk, and on ranks that do not hold
+    this state.
 
     Args:
         session_id: Id of the session.
@@ -306,7 +307,7 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
         self.own: OwnValue | None = None
         self.decoder_cache: Any = None
         self.omitted_frames = 0
-        """Number of generated latent frames of the session that were left out of the window."""
+        """Number of the session's generated latent frames left out of the window."""
 
     # -- methods that models override --------------------------------------------------------------
 
@@ -327,15 +328,15 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
             device: Device of the session.
 
         Raises:
-            RequestFailed: The scalars of the snapshot contradict each other.
+            RequestFailed: The snapshot's scalars are inconsistent.
         """
         return None
 
     def start_options(self) -> dict[str, Any]:
-        """Return the request options from which `new_session` creates a session of this shape."""
+        """Return the request options that make `new_session` create a session of this shape."""
         return {}
 
-    # -- methods of all models ---------------------------------------------------------------------
+    # -- methods that all models share -------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
@@ -370,8 +371,8 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
         self.degradations = (SHORT_WINDOW,)
 
     def next_frames(self) -> range:
-        """Return the range of the next chunk's latent frames, which determines their K/V slots and
-        positions.
+        """Return the range of the next chunk's latent frames. The range determines the frames' K/V
+        slots and positions.
 
         Frames that were left out of the window are not counted in this range.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StreamingSetup`: the checkpoint, options and ranks from which a streaming model is built.
+"""`StreamingSetup`: the checkpoint, options and ranks that a streaming model is built from.
 
 A family adds its own fields in a subclass.
 """
@@ -21,7 +21,7 @@ from vllm_omni.model_executor.vllm_model import ServedCheckpoint, compiles, laun
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingSetup(Generic[Config, Options]):
-    """Validated inputs from which a streaming model is built."""
+    """Validated inputs that a streaming model is built from."""
 
     config: Config
     """Architecture of the checkpoint."""
@@ -32,7 +32,7 @@ class StreamingSetup(Generic[Config, Options]):
     plan: ChunkPlan
     """Chunk plan of the model's streams."""
     omni: OmniConfig
-    """Options of the server."""
+    """Server options."""
     parallel: ParallelContext
     """Position of this rank in the parallel groups."""
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class StreamingSetup(Generic[Config, Options]):
     than to run.
     """
     quantization: QuantizationConfig | None = None
-    """vLLM's quantization config for the transformer. None: the weights are not quantized."""
+    """vLLM's quantization config for the transformer, or None if the weights are not quantized."""
     kv_dtype: torch.dtype | None = None
     """Dtype of stored keys and values. Default: the dtype of the transformer."""
     fast_paths: tuple[FastPath, ...] = ()
@@ -66,12 +66,12 @@ class StreamingSetup(Generic[Config, Options]):
         kv_dtype: torch.dtype | None = None,
         offloads: bool = False,
     ) -> Self:
-        """Create the setup of a checkpoint.
+        """Create the setup for a checkpoint.
 
         Args:
             checkpoint: The family's part of `hf_config`.
             layout: Locations of the checkpoint's components.
-            omni: Options of the server.
+            omni: Server options.
             dtype: Dtype of the transformer.
             parallel: Position of this rank in the parallel groups. Default: its position in vLLM's
                 groups.
@@ -113,7 +113,7 @@ class StreamingSetup(Generic[Config, Options]):
 
     @classmethod
     def served(cls, checkpoint: Mapping[str, Any], served: ServedCheckpoint[Any]) -> Self:
-        """Create the setup of a checkpoint that an engine serves."""
+        """Create the setup for a checkpoint that an engine serves."""
         return cls.of_checkpoint(
             checkpoint,
             served.layout,

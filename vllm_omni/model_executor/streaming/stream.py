@@ -13,7 +13,7 @@ from vllm_omni.model_executor.streaming.options import StreamingOptions
 
 
 class StreamArchitecture(Protocol):
-    """Architecture of a streaming model, as its checkpoint describes it."""
+    """Architecture of a streaming model, as described by its checkpoint."""
 
     @property
     def hidden_size(self) -> int:
@@ -22,7 +22,7 @@ class StreamArchitecture(Protocol):
 
     @property
     def native_size(self) -> tuple[int, int]:
-        """Default height and width in pixels, which are those of the training videos."""
+        """Default height and width in pixels: the size of the training videos."""
         ...
 
     def latent_size(self, height: int, width: int) -> tuple[int, int]:
@@ -49,6 +49,6 @@ class StreamModelSetup(Generic[Config, Options]):
     plan: ChunkPlan
     """Chunk plan of the model's streams."""
     few_steps: int | None = None
-    """Number of denoise steps of a chunk without degradations. None: the model always needs all
-    steps.
+    """Number of denoise steps in a chunk without degradations, or None if the model always needs
+    all steps.
     """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares models with tensors that were recorded from their original implementations (`vllm-omni
-verify`). Each family has one module.
+"""Compares models with tensors recorded from their original implementations (`vllm-omni verify`).
+Each family has one module.
 """
 
 from importlib import import_module
@@ -20,8 +20,8 @@ FAMILIES = (
     *(name for name in family_names() if find_spec(f"{__name__}.{name}") is not None),
     *_SHARED,
 )
-"""Families of the registry that have a module in this package, and `wan22_vae`, which several
-families use.
+"""Registered families that have a module in this package, and `wan22_vae`, which several families
+use.
 """
 
 

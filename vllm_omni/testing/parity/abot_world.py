@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares rollouts, action adapter, images and schedule of ABot-World-0 with golden files.
+"""Compares ABot-World-0's rollouts, action adapter, images and schedule with golden files.
 
 All sizes are read from `abot_meta.json` and from the metadata and shapes of the recorded tensors. A
 directory of golden files may therefore use any sizes, windows, numbers of references, position
@@ -7,8 +7,8 @@ limits and step lists.
 
 The tolerances in fp32 are 2e-5 for rollouts (including their stages and caches) and for the
 adapter, 0 for counters and resized images, 1e-6 for pixels, 1e-5 for encoded images, 1e-3 for
-timesteps and 1e-6 for sigmas. A bf16 rollout is rerun with bf16 weights, and the relative
-L2 distance of its results may be at most 3e-2.
+timesteps and 1e-6 for sigmas. A bf16 rollout is rerun with bf16 weights, and the relative L2
+distance of its results from the recording may be at most 3e-2.
 """
 
 import json
@@ -59,7 +59,7 @@ _VAE_WEIGHTS = "wan22_vae_tiny_weights_orig_names.safetensors"
 
 
 def verify(golden_dir: Path) -> ComparisonReport:
-    """Run every scenario file of `golden_dir`."""
+    """Run every scenario file in `golden_dir`."""
     return run_scenarios(
         "abot_world",
         golden_dir,
@@ -131,7 +131,7 @@ class _Rollout:
 
     def run_scenario(self) -> None:
         """Rerun the rollout with the recorded noise and keys. Compare every forward pass and its
-        stages, the caches of the last pass, and the clip.
+        stages, the caches of the last pass, and the clip with the recording.
         """
         scenario, case = self.scenario, self.case
         schedule = schedule_of(case["steps"])
@@ -218,8 +218,8 @@ class _Rollout:
         has_image: bool,
         sigmas: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run one forward pass and compare its results. Return x0, or `x` if there are no
-        `sigmas`.
+        """Run one forward pass and compare its results with the recorded ones. Return x0, or `x` if
+        there are no `sigmas`.
         """
         name, scenario = f"call{self.calls:02d}", self.scenario
         if self.calls == len(self.case["calls"]):
@@ -262,8 +262,8 @@ class _Rollout:
         self.scenario.compare("counters", torch.tensor(ours), torch.tensor(theirs), 0.0)
 
     def _compare_caches(self, name: str, frames: range) -> None:
-        """Compare the keys and values in the window, oldest first, with those that were recorded
-        after the forward pass, if any.
+        """Compare the keys and values in the window, oldest first, with those recorded after the
+        forward pass, if any.
         """
         window, config, scenario = self.window, self.config, self.scenario
         visible = window.visible_frames(frames.stop)
@@ -389,7 +389,7 @@ def _with_image(x: torch.Tensor, image: torch.Tensor | None) -> torch.Tensor:
 
 
 def _layers_of(scenario: GoldenScenario, prefix: str) -> list[int]:
-    """Return the layers for which the file contains a tensor `{prefix}{layer}`."""
+    """Return the layers that have a `{prefix}{layer}` tensor in the file."""
     names = [name.removeprefix(prefix) for name in scenario.tensors if name.startswith(prefix)]
     return sorted(int(name) for name in names if name.isdigit())
 
@@ -398,7 +398,9 @@ def _layers_of(scenario: GoldenScenario, prefix: str) -> list[int]:
 
 
 def run_condition(scenario: GoldenScenario) -> None:
-    """Compare start images and reference images, and the action adapter on its own."""
+    """Compare the start images, the reference images and the output of the action adapter with the
+    recording.
+    """
     height, width = (int(side) for side in json.loads(scenario.meta("size")))
     vae = recorded_vae(scenario)
     for number in _numbers(scenario, "image"):
@@ -450,8 +452,8 @@ def _compare_adapter(scenario: GoldenScenario) -> None:
 
 
 def recorded_vae(scenario: GoldenScenario) -> StreamingWanVAE:
-    """Return the tiny VAE with which the images were encoded. The weights of the VAE are in the
-    scenario's directory, or in a `wan22_vae` directory next to it.
+    """Return the tiny VAE that encoded the images. Its weights are in the scenario's directory, or
+    in a `wan22_vae` directory next to it.
     """
     places = (scenario.directory, scenario.directory.parent / "wan22_vae")
     path = next((place / _VAE_WEIGHTS for place in places if (place / _VAE_WEIGHTS).exists()), None)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares causal Wan with golden files: rollouts of Self-Forcing, the stream batch of
-StreamDiffusionV2, and bidirectional Wan.
+"""Compares causal Wan with golden files: Self-Forcing's rollouts, StreamDiffusionV2's stream batch,
+and bidirectional Wan.
 
 All sizes are read from `sf_meta.json`, `sdv2_meta.json` and the shapes of the recorded tensors. A
 directory of golden files may therefore use any sizes, windows, chunk lengths, step counts and
@@ -51,7 +51,7 @@ _SF_META, _SDV2_META, _SDV2_INPUTS = "sf_meta.json", "sdv2_meta.json", "sdv2_inp
 
 
 def verify(golden_dir: Path) -> ComparisonReport:
-    """Run every scenario file of `golden_dir`."""
+    """Run every scenario file in `golden_dir`."""
     return run_scenarios(
         "causal_wan",
         golden_dir,
@@ -68,7 +68,7 @@ def verify(golden_dir: Path) -> ComparisonReport:
 
 def run_self_forcing(scenario: GoldenScenario) -> None:
     """Rerun a rollout with the recorded noise and a strict cache. Compare the forward passes, the
-    caches and the clip.
+    caches and the clip with the recording.
     """
     case = _case(scenario, _SF_META)
     model, config = _model(scenario.directory)
@@ -213,7 +213,8 @@ def run_stream_batch(scenario: GoldenScenario) -> None:
 def _compare_final_cache(
     scenario: GoldenScenario, cache: ChunkCache, chunks: int, first: int, size: int
 ) -> None:
-    """Compare the K/V window of each step after the last chunk, in slot order.
+    """Compare the K/V window of each step after the last chunk with the recorded cache, in slot
+    order.
 
     Only the slots of real chunks are compared. The recording continues until the pipeline is empty,
     so the windows of earlier steps also contain filler chunks.
@@ -239,7 +240,9 @@ def _compare_final_cache(
 
 
 def run_bidirectional(scenario: GoldenScenario) -> None:
-    """Compare one forward pass over a whole clip. The window is as long as the clip."""
+    """Compare one forward pass over a whole clip with the recording. The window is as long as the
+    clip.
+    """
     model, config = _model(scenario.directory)
     x, timestep = scenario.get("x")[0], float(scenario.get("t")[0])
     frames = range(x.shape[1])
@@ -265,7 +268,9 @@ def run_names(scenario: GoldenScenario) -> None:
 
 
 def run_noise_controller(scenario: GoldenScenario) -> None:
-    """Compare the first timestep of each chunk, which is computed from the recorded noise scale."""
+    """Compare the first timestep of each chunk, computed from the recorded noise scale, with the
+    recorded timestep.
+    """
     meta = read_json(scenario.path)
     ours = [float(first_timestep(scale)) for scale in meta["noise_scale"]]
     scenario.compare(
@@ -297,8 +302,8 @@ def _window(
 ) -> KVWindow:
     """Return the K/V window of a case.
 
-    A `local_attn_size` of -1 means global attention. Any other value is the number of newest frames
-    in the cache that a chunk attends to.
+    A `local_attn_size` of -1 means global attention. With any other value, a chunk attends to that
+    number of the newest frames in the cache.
     """
     attended = int(case["local_attn_size"])
     slides = attended != -1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares a model with golden tensors of its original implementation: `vllm-omni verify MODEL
+"""Compares a model with golden tensors from its original implementation: `vllm-omni verify MODEL
 --golden DIR`.
 
 A family maps file names to functions that run a scenario. This module finds the files, runs the
@@ -35,15 +35,15 @@ class ComparisonRow:
     scenario: str
     """Name of the scenario: the file name without its suffix."""
     stage: str
-    """Name of the stage that was compared."""
+    """Name of the compared stage."""
     tolerance: float
     """Largest accepted difference."""
     max_abs_diff: float = 0.0
-    """Largest absolute difference of all compared tensors. Infinite for NaN."""
+    """Largest absolute difference over all compared tensors. Infinite for NaN."""
     compared: int = 0
     """Number of compared tensors."""
     error: str | None = None
-    """Reason why the scenario could not be run. None: the scenario was run."""
+    """Reason why the scenario could not be run, or None if it was run."""
 
     @property
     def ok(self) -> bool:
@@ -121,7 +121,7 @@ class ComparisonReport:
 class GoldenScenario:
     """A golden file that is being compared.
 
-    Every tensor of the file must be read with `get`. If a tensor was not read, `finish` fails the
+    Every tensor in the file must be read with `get`. If a tensor was not read, `finish` fails the
     scenario.
 
     Args:
@@ -148,7 +148,7 @@ class GoldenScenario:
         """Return a recorded tensor.
 
         Raises:
-            ValueError: The file has no tensor of this name.
+            ValueError: The file has no tensor with this name.
         """
         if name not in self.tensors:
             raise ValueError(f"{self.path.name} has no tensor {name!r}")
@@ -168,7 +168,7 @@ class GoldenScenario:
     def compare(
         self, stage: str, ours: torch.Tensor, recorded: torch.Tensor, tolerance: float
     ) -> None:
-        """Compare two tensors and add the largest absolute difference to a stage.
+        """Compare two tensors, and record the largest absolute difference for a stage.
 
         Args:
             stage: Name of the stage that the tensors belong to.
@@ -205,7 +205,7 @@ class GoldenScenario:
         self.compare(f"{stage}, relative", error, torch.zeros_like(error), tolerance)
 
     def compare_names(self, stage: str, recorded: Mapping[str, Any], wrong: Sequence[str]) -> None:
-        """Record a stage in which all names are equal.
+        """Record a stage in which all names match the recorded names.
 
         Raises ValueError if `wrong` contains names, or if no names were recorded.
         """
@@ -250,14 +250,14 @@ def run_scenarios(
     runners: Mapping[str, Runner],
     auxiliary: Iterable[str] = ("README*", ".*"),
 ) -> ComparisonReport:
-    """Run all scenarios of a directory. If a scenario raises an error, the error becomes an entry
-    of the report.
+    """Run all scenarios in a directory. If a scenario raises an error, the report contains an entry
+    with the error.
 
     Args:
         model: Name of the model family.
         directory: Directory with the golden files.
-        runners: Functions that run a scenario, by file name pattern. The first matching pattern is
-            used.
+        runners: Functions that run a scenario, keyed by file name pattern. The first matching
+            pattern is used.
         auxiliary: Patterns of files that are not scenarios.
     """
     report = ComparisonReport(model, str(directory))
@@ -286,7 +286,7 @@ def run_scenarios(
 
 
 def unpack_golden(source: Path, target: Path) -> None:
-    """Copy the golden files of `source` to the empty folder `target`. Compressed files (`*.xz`) are
+    """Copy the golden files in `source` to the empty folder `target`. Compressed files (`*.xz`) are
     decompressed, and archives (`*.tar.xz`) are extracted.
     """
     for path in source.iterdir():
@@ -302,7 +302,8 @@ def unpack_golden(source: Path, target: Path) -> None:
 def check_recorded(
     name: str, values: Mapping[str, Any], known: Collection[str]
 ) -> Mapping[str, Any]:
-    """Return the recorded configuration of a network, if all its keys are known.
+    """Check that all keys in a network's recorded configuration are known, and return the
+    configuration.
 
     Args:
         name: Name of the configuration, for the error message.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares rollouts, camera, image and colour correction of DreamX-World with golden files.
+"""Compares DreamX-World's rollouts, camera, image and colour correction with golden files.
 
 All sizes are read from `dreamx_meta.json` and from the metadata and shapes of the recorded tensors.
 A directory of golden files may therefore use any sizes, windows, sinks, chunk lengths, step lists
@@ -7,7 +7,7 @@ and trajectories.
 
 The tolerances in fp32 are 3e-5 for rollouts (including their stages and caches), 0 for counters,
 1e-6 for poses and pixels, 1e-5 for image latents, and 1.5 of 255 levels for the colour correction.
-The relative L2 distance of a rollout in bf16 may be at most 3e-2.
+The relative L2 distance of a bf16 rollout from its recording may be at most 3e-2.
 """
 
 import json
@@ -61,7 +61,7 @@ _SHIFT = 5.0
 
 
 def verify(golden_dir: Any) -> ComparisonReport:
-    """Run every scenario file of `golden_dir`."""
+    """Run every scenario file in `golden_dir`."""
     return run_scenarios(
         "dreamx_world",
         golden_dir,
@@ -115,7 +115,7 @@ class _Rollout:
 
     def run_scenario(self) -> None:
         """Rerun the rollout with the recorded noise. Compare every forward pass, its stages, the
-        caches and the clip.
+        caches and the clip with the recording.
         """
         scenario, case = self.scenario, self.case
         rounds = bool(case["timesteps_rounded_to_bf16"]) or self.dtype == torch.bfloat16
@@ -190,7 +190,9 @@ class _Rollout:
     def _call(
         self, item: PosedItem, x: torch.Tensor, timestep: float, sigmas: torch.Tensor, *, given: int
     ) -> torch.Tensor:
-        """Run one forward pass with `given` clean frames at the start, and compare its results."""
+        """Run one forward pass with `given` clean frames at the start, and compare its results with
+        the recorded ones.
+        """
         scenario, name = self.scenario, f"call{self.num_calls:02d}"
         if self.num_calls >= len(self.case["calls"]):
             raise ValueError(f"{self.num_calls} calls are recorded, the rollout makes more")
@@ -329,7 +331,7 @@ class _Stages:
 
 def run_camera(scenario: GoldenScenario) -> None:
     """Compare the poses computed from keys, and the view matrices relative to both kinds of
-    reference.
+    reference, with the recorded ones.
     """
     focal = trained_focal(1)[0].float()
     scenario.compare("focal lengths", focal, scenario.get("K").diagonal()[:2], _POSE)
@@ -353,9 +355,9 @@ def run_camera(scenario: GoldenScenario) -> None:
 
 
 def _compare_speed(scenario: GoldenScenario, case: Mapping[str, Any], name: str) -> None:
-    """Compare poses in the convention of the script for the offline model, which this package does
-    not serve. In this convention, each action moves the camera by a total distance equal to the
-    speed of the action, or turns the camera by ten times as many degrees.
+    """Compare poses in the convention of the offline model's script. This package does not serve
+    the offline model. In this convention, each action moves the camera by a total distance equal to
+    the action's speed, or turns the camera by ten times as many degrees.
     """
     yaw = pitch = 0.0
     position, views = torch.zeros(3, dtype=torch.float64), [torch.eye(4, dtype=torch.float64)]
@@ -392,7 +394,7 @@ def _compare_speed(scenario: GoldenScenario, case: Mapping[str, Any], name: str)
 
 
 def _held(keys: list[str]) -> ActionFrames:
-    """Return the keys that are held in each video frame."""
+    """Return the keys held in each video frame."""
     rows = [[name in held for name in CAMERA_SPACE.button_names] for held in keys]
     nothing = torch.zeros(len(rows), 0)
     return ActionFrames(torch.tensor(rows), nothing, nothing.sum(1))
@@ -402,7 +404,9 @@ def _held(keys: list[str]) -> ActionFrames:
 
 
 def run_condition(scenario: GoldenScenario) -> None:
-    """Compare the images that the VAE receives, their latents, and the colour correction."""
+    """Compare the images that the VAE receives, their latents, and the colour correction with the
+    recording.
+    """
     height, width = json.loads(scenario.meta("size"))
     vae = _load_vae(scenario)
     for name in sorted(name for name in scenario.tensors if name.endswith("_u8")):
@@ -428,8 +432,8 @@ def run_condition(scenario: GoldenScenario) -> None:
 
 
 def _load_vae(scenario: GoldenScenario) -> StreamingWanVAE:
-    """Return the recorded VAE. The weights of the VAE are in a `wan22_vae` directory next to the
-    scenario's directory, or in the scenario's directory.
+    """Return the recorded VAE. Its weights are in a `wan22_vae` directory next to the scenario's
+    directory, or in the scenario's directory.
     """
     folders = scenario.directory, scenario.directory.parent / "wan22_vae"
     path = next((path for folder in folders for path in sorted(folder.glob(_VAE))), None)

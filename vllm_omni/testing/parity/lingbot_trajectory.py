@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares a whole uploaded camera path in the same way as the original LingBot World."""
+"""Prepares a complete uploaded camera path as the original LingBot World does."""
 
 # N frames; poses_N44 camera-to-world; intrinsics_N4 = fx, fy, cx, cy in pixels
 
@@ -29,7 +29,7 @@ class CameraTrajectory:
 
     @property
     def pixel_frames(self) -> int:
-        """Number of video frames of the clip: one for the first latent frame and four for each
+        """Number of video frames in the clip: one for the first latent frame and four for each
         later latent frame.
         """
         return VAE_TEMPORAL * (len(self.poses_N44) - 1) + 1
@@ -44,12 +44,12 @@ def prepare_trajectory(
     num_frames: int | None = None,
     chunk_frames: int = 3,
 ) -> CameraTrajectory:
-    """Prepare a camera path with one pose per video frame, scaled by the largest step of the path.
+    """Prepare a camera path that has one pose per video frame, and scale it by its largest step.
 
     The path is truncated to 4 n + 1 frames. The number of latent frames is rounded down to whole
     chunks, and the truncated path is resampled to this number of poses. For example, 25 poses are
     resampled to 6 latent frames. The intrinsics of the first frame apply to the whole clip.
-    Relative poses are computed in fp32, as in the original, which is less accurate far from the
+    As in the original, relative poses are computed in fp32, so they are less accurate far from the
     origin (7e-5 of the scale at 130 units).
 
     Args:
@@ -58,7 +58,7 @@ def prepare_trajectory(
         height: Height of the output in pixels.
         width: Width of the output in pixels.
         num_frames: Maximum number of poses to use. Default: all.
-        chunk_frames: Latent frames per chunk.
+        chunk_frames: Number of latent frames per chunk.
 
     Raises:
         ValueError: There are too few poses for one chunk.
@@ -102,7 +102,7 @@ def resample_poses(poses_N44: torch.Tensor, times: torch.Tensor) -> torch.Tensor
 
 
 def _log_rotation(rotation_N33: torch.Tensor) -> torch.Tensor:
-    """Return the axis multiplied by the angle, [N, 3], of rotations by less than 180 degrees."""
+    """Return the axis multiplied by the angle, [N, 3], for rotations by less than 180 degrees."""
     skew = rotation_N33 - rotation_N33.mT
     # axis * sin(angle)
     vector = torch.stack((skew[:, 2, 1], skew[:, 0, 2], skew[:, 1, 0]), dim=1) / 2

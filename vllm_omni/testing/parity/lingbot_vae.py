@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares LingBot-World's VAE with golden files.
 
-The tolerance is 5e-5 for whole clips, and 1e-5 between streams and whole clips.
+The tolerance is 5e-5 for whole clips, and 1e-5 for differences between streams and whole clips.
 """
 
 import json
@@ -21,7 +21,9 @@ _VAE, _STREAMED = 5e-5, 1e-5
 
 
 def run_vae(scenario: GoldenScenario) -> None:
-    """Compare encoder and decoder, for whole clips and for streams of chunks."""
+    """Compare the encoder and the decoder with the recording, for whole clips and for streams of
+    chunks.
+    """
     vae = _load_vae(scenario)
     if "cond_latent" in scenario:
         latents = scenario.get("cond_latent").shape[2]
@@ -67,7 +69,7 @@ def run_vae_names(scenario: GoldenScenario) -> None:
 
 
 def run_vae_cache_shapes(scenario: GoldenScenario) -> None:
-    """Compare the shapes of the decoder's cache after a stream."""
+    """Compare the shapes of the decoder's cache after a stream with the recorded shapes."""
     clip = GoldenScenario(scenario.directory / "vae.safetensors", scenario.report)
     vae = _load_vae(clip)
     recorded = [shape for shape in json.loads(scenario.path.read_text()) if shape is not None]

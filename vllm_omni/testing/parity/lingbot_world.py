@@ -68,7 +68,7 @@ _PRETRAIN_WEIGHTS, _PRETRAIN_INPUTS = (
 
 
 def verify(golden_dir: Path) -> ComparisonReport:
-    """Run every scenario file of `golden_dir`."""
+    """Run every scenario file in `golden_dir`."""
     return run_scenarios(
         "lingbot_world",
         golden_dir,
@@ -165,7 +165,7 @@ def run_rollout(scenario: GoldenScenario) -> None:
 
 
 def run_pretrain(scenario: GoldenScenario) -> None:
-    """Rerun a recorded rollout of the model before distillation.
+    """Rerun a recorded rollout of the undistilled model.
 
     A rollout of this model uses two caches, guidance, and a multi-step solver that restarts with
     each chunk.
@@ -292,8 +292,8 @@ def _window(
 
 
 def _recorded_schedule(scenario: GoldenScenario) -> FewStepSchedule:
-    """Compare the timesteps of the schedule for the recorded shift and indices, and return the
-    schedule.
+    """Compare the timesteps of the schedule for the recorded shift and indices with the recorded
+    timesteps, and return the schedule.
 
     Integer timesteps indicate the `original` convention.
     """
@@ -312,7 +312,9 @@ def _recorded_schedule(scenario: GoldenScenario) -> FewStepSchedule:
 
 
 def run_camera(scenario: GoldenScenario) -> None:
-    """Compare uploaded trajectories, the integration of actions, and the camera maps of chunks."""
+    """Compare uploaded trajectories, the integration of actions, and the camera maps of chunks with
+    the recording.
+    """
     height, width = int(scenario.meta("h")), int(scenario.meta("w"))
     clips = sorted(
         (name.removesuffix(".poses_in") for name in scenario.tensors if name.endswith(".poses_in")),
@@ -356,7 +358,9 @@ def _compare_clip(scenario: GoldenScenario, clip: str, height: int, width: int) 
 
 
 def _compare_full_size(scenario: GoldenScenario, clips: list[str]) -> None:
-    """Compare single cells (frame, row, column) of the longest clip at the native size."""
+    """Compare individual cells (frame, row, column) of the longest clip at the native size with the
+    recorded cells.
+    """
     if not clips:
         raise ValueError("full.values needs a recorded clip (`*.poses_in`)")
     path = _clip(scenario, clips[-1], NATIVE_HEIGHT, NATIVE_WIDTH)
@@ -404,8 +408,8 @@ def _compare_actions(scenario: GoldenScenario, height: int, width: int) -> None:
 
 
 def run_act_condition(scenario: GoldenScenario) -> None:
-    """Compare an uploaded camera path with keys: the relative poses and keys of each latent frame,
-    and the action map that is computed from them.
+    """Compare a camera path that is uploaded together with keys: the relative poses and keys of
+    each latent frame, and the action map computed from them.
     """
     height, width = json.loads(scenario.meta("size"))
     recorded = scenario.get("wasd_latent")
@@ -440,8 +444,8 @@ def _chunk_relative(convention: str, poses_N44: torch.Tensor, frames: range) -> 
 
 
 def run_schedules(scenario: GoldenScenario) -> None:
-    """Compare each recorded table with the schedule for its indices and for the shift in its
-    name.
+    """Compare each recorded table with the schedule for the table's indices and the shift in the
+    table's name.
     """
     tables = json.loads(scenario.path.read_text())
     if not tables:
@@ -477,7 +481,7 @@ def _compare_original(
 def _compare_exact(
     scenario: GoldenScenario, name: str, shift: float, rows: list[dict[str, Any]]
 ) -> None:
-    """Compare with a table of the `exact` convention.
+    """Compare the schedule with a recorded table in the `exact` convention.
 
     If all values of the table can be represented in fp32, the table was computed in fp32 and must
     be bit-identical.

@@ -75,7 +75,7 @@ has width `out_dim`.
 
 
 def verify(golden_dir: Path) -> ComparisonReport:
-    """Run every scenario file of `golden_dir`."""
+    """Run every scenario file in `golden_dir`."""
     return run_scenarios(
         "matrix_game",
         golden_dir,
@@ -129,8 +129,8 @@ class _Rollout:
         self.calls = RecordedCalls(scenario, self.case["calls"], _FLOW)
 
     def run_scenario(self) -> None:
-        """Rerun the rollout with the recorded noise and actions. Compare every forward pass with
-        its stages and caches, and the clip.
+        """Rerun the rollout with the recorded noise and actions. Compare every forward pass,
+        including its stages and caches, and the clip with the recording.
         """
         scenario, case = self.scenario, self.case
         steps = [float(t) for t in case["warped_timesteps"]]
@@ -340,7 +340,9 @@ class _Stages:
 
 
 def run_condition(scenario: GoldenScenario) -> None:
-    """Compare image conditioning, CLIP's hidden states and decoding, in chunks and as a whole."""
+    """Compare image conditioning, CLIP's hidden states and decoding with the recording, in chunks
+    and as a whole.
+    """
     height, width = int(scenario.meta("height")), int(scenario.meta("width"))
     vae = _vae(scenario)
     image = scenario.get("image_u8")

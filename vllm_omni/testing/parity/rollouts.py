@@ -37,7 +37,7 @@ def chronological(window: KVWindow, layer: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def recorded_layers(scenario: GoldenScenario, prefix: str) -> list[int]:
-    """Return the layers for which the file contains a tensor `{prefix}{layer}.k`."""
+    """Return the layers that have a `{prefix}{layer}.k` tensor in the file."""
     names = [name for name in scenario.tensors if name.startswith(prefix) and name.endswith(".k")]
     return sorted(int(name.removeprefix(prefix).removesuffix(".k")) for name in names)
 
@@ -53,7 +53,7 @@ def renoised(x0: torch.Tensor, noise: torch.Tensor, sigma: float) -> torch.Tenso
 
 
 class RecordedCalls:
-    """The recorded forward passes of a rollout, which are compared in order.
+    """The recorded forward passes of a rollout. They are compared in order.
 
     Args:
         scenario: Scenario file with the tensors `in`, `flow` and `x0` of each forward pass.
@@ -69,13 +69,14 @@ class RecordedCalls:
 
     @property
     def name(self) -> str:
-        """Prefix of the tensor names of the next forward pass."""
+        """Prefix of the next forward pass's tensor names."""
         return f"call{self._done:02d}"
 
     def compare(
         self, x: torch.Tensor, flow: torch.Tensor, x0: torch.Tensor, timestep: float
     ) -> Mapping[str, Any]:
-        """Compare input, flow and clean latents of the next forward pass, in the recorded layout.
+        """Compare the input, the flow and the clean latents of the next forward pass with the
+        recorded ones, in the recorded layout.
 
         Returns:
             The recorded metadata of the forward pass.

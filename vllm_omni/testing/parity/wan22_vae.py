@@ -4,8 +4,8 @@
 All sizes are read from the metadata and shapes of the recorded tensors, so golden files may use any
 sizes, chunks and seeds. Tensors that a file lacks are not compared. The tolerances are 1e-5 for the
 encoder, 5e-5 for the decoder, one level for uint8 frames and 2e-5 for the tiny decoder. A stream
-that is continued from a snapshot or split differently must equal the uninterrupted stream bit for
-bit. Activations inside the networks can exceed 100, where a single fp32 rounding is larger than
+continued from a snapshot or split differently must equal the uninterrupted stream bit for bit.
+Activations inside the networks can exceed 100, where a single fp32 rounding error is larger than
 these tolerances. The tolerance for activations is therefore at least 4e-6 of the largest recorded
 value.
 """
@@ -53,7 +53,7 @@ _TINY_WEIGHTS = "taew22_tiny_weights*.safetensors"
 
 
 def verify(golden_dir: Path) -> ComparisonReport:
-    """Run every scenario file of `golden_dir`."""
+    """Run every scenario file in `golden_dir`."""
     return run_scenarios(
         "wan22_vae",
         golden_dir,
@@ -68,7 +68,7 @@ def verify(golden_dir: Path) -> ComparisonReport:
 
 def recorded_vae(metadata: dict[str, str]) -> VAEConfig:
     """Build the VAE config from the original implementation's constructor arguments, as stored in
-    the metadata of the file of recorded weights.
+    the metadata of the recorded weights file.
 
     Raises:
         ValueError: The original's arguments include an unknown argument.
@@ -131,7 +131,9 @@ def _one(directory: Path, pattern: str) -> Path:
 
 
 def run_vae(scenario: GoldenScenario) -> None:
-    """Compare the encoder, the decoder and their caches, for whole clips and for streams."""
+    """Compare the encoder, the decoder and their caches with the recording, for whole clips and for
+    streams.
+    """
     vae = load_recorded(scenario.directory)
     for name in [name for name in scenario.tensors if name.startswith("abot_variant.")]:
         scenario.get(name)  # These tensors were recorded only to document another network.
@@ -220,8 +222,8 @@ def _compare_decoder(scenario: GoldenScenario, vae: StreamingWanVAE) -> None:
 def _compare_continued(
     scenario: GoldenScenario, decode: Callable[..., Any], z: torch.Tensor, whole: torch.Tensor
 ) -> None:
-    """Check that a stream that continues from a copy of its state is bit-identical, for the state
-    after each latent.
+    """Check that a stream that continues from a copy of its state is bit-identical to the
+    uninterrupted stream. This is checked for the state after each latent frame.
     """
     cache = None
     for index in range(1, z.shape[2]):
@@ -238,8 +240,8 @@ def _compare_cache(judge: "_Judge", cache: VAECache, name: str) -> None:
             f"{name} has {len(recorded)} tensors, the stream holds {len(cache.features)}"
         )
     for key, feature in zip(sorted(recorded), cache.features, strict=bool(recorded)):
-        # After a first step, the original's cache contains one frame. Ours also contains zeros
-        # before this frame.
+        # After a first step, the original's cache contains one frame. This package's cache also
+        # contains zeros before this frame.
         frames = judge.scenario.tensors[key].shape[2]
         judge.activation("caches", feature[:, :, -frames:], key)
 
@@ -257,7 +259,9 @@ class _Judge:
             self.scenario.compare_recorded(f"{self._part}: {stage}", ours, name, self._tolerance)
 
     def activation(self, stage: str, ours: torch.Tensor, name: str) -> None:
-        """Compare an activation inside the network, with the tolerance of activations."""
+        """Compare an activation inside the network with the recorded one, using the tolerance for
+        activations.
+        """
         if name in self.scenario:
             recorded = self.scenario.get(name)
             tolerance = max(self._tolerance, _ROUNDING * float(recorded.abs().max()))
@@ -266,7 +270,7 @@ class _Judge:
 
 @contextmanager
 def _results(modules: dict[str, nn.Module]) -> Iterator[dict[str, list[torch.Tensor]]]:
-    """Context manager that collects the outputs of the modules that are called within it."""
+    """Context manager that collects the outputs of the `modules` that are called within it."""
     results: dict[str, list[torch.Tensor]] = {name: [] for name in modules}
 
     def store(name: str) -> Callable[[nn.Module, Any, torch.Tensor], None]:
@@ -301,7 +305,9 @@ def _decode(
 
 
 def run_tiny_vae(scenario: GoldenScenario) -> None:
-    """Compare the tiny decoder, its memory, and the encoder that its file also contains."""
+    """Compare the tiny decoder, its memory and the encoder with the recording. The encoder is in
+    the same file as the decoder.
+    """
     decoder = load_recorded_tiny(scenario.directory)
     judge = _Judge(scenario, "tiny decoder", _TINY)
     z = scenario.get("z").transpose(1, 2)  # recorded as [N, T, C, H, W]

@@ -6,11 +6,11 @@ All sizes are read from the metadata and shapes of the recorded tensors. Each fo
 from recorded latents and uses this package's K/V cache. Differences therefore accumulate over
 frames, but not over the steps of a frame.
 
-In fp32, the tolerance is 5e-5 for rollouts, mostly because of sines and cosines of phases up to
+In fp32, the tolerance is 5e-5 for rollouts, mostly because the phases of sines and cosines reach
 1000 rad. The fp32 tolerance is 1e-6 (relative) for tables and 2e-5 for TAEHV. At most 0.1 % of the
-uint8 values may differ, by one level. In bf16, the relative L2 distance may be at most 3e-2. The
-bf16 files use rounded tables and noise levels, as the original does. Lists of frames and controls
-must be equal.
+uint8 values may differ, and only by one level. In bf16, the relative L2 distance from the recording
+may be at most 3e-2. The bf16 files use rounded tables and noise levels, as the original does. Lists
+of frames and controls must be equal.
 """
 
 import json
@@ -53,7 +53,7 @@ _LEVELS, _SHARE = 1.0, 1e-3
 
 
 def verify(golden_dir: Path) -> ComparisonReport:
-    """Run every scenario file of `golden_dir`."""
+    """Run every scenario file in `golden_dir`."""
     return run_scenarios(
         "waypoint",
         golden_dir,
@@ -113,8 +113,8 @@ class WaypointRollout:
             rollout.frame(index, frame, prompt=int(2 * index >= len(frames)))
 
     def compare(self, stage: str, ours: torch.Tensor, name: str, tolerance: float = _FP32) -> None:
-        """Compare a tensor with the recorded tensor `name`, if it exists. In bf16, the tensors
-        are compared by relative L2 distance.
+        """Compare a tensor with the recorded tensor `name`, if the recording contains it. In bf16,
+        the tensors are compared by relative L2 distance.
         """
         if name not in self.scenario:
             return
@@ -279,7 +279,9 @@ def _recorder(seen: dict[str, torch.Tensor], name: str) -> Any:
 
 
 def run_taehv(scenario: GoldenScenario) -> None:
-    """Compare the streaming encoding of clips and decoding of latents, including resizing."""
+    """Compare the streaming encoding of clips and the decoding of latents, including resizing, with
+    the recording.
+    """
     codec = autoencoders.StreamingTAEHV(
         int(scenario.meta("latent_channels")),
         int(scenario.meta("encoder_width")),
@@ -310,7 +312,7 @@ def run_taehv(scenario: GoldenScenario) -> None:
 
 
 def run_image_autoencoder(scenario: GoldenScenario) -> None:
-    """Compare the encoding of an image and the decoding of a latent."""
+    """Compare the encoding of an image and the decoding of a latent with the recording."""
     weights = open_tensors(scenario.directory / scenario.meta("weights"))
     halves: dict[str, torch.nn.Module] = {}
     make: Callable[..., torch.nn.Module]
@@ -334,7 +336,9 @@ def run_image_autoencoder(scenario: GoldenScenario) -> None:
 
 
 def _compare_pixels(scenario: GoldenScenario, pixels: torch.Tensor, name: str) -> None:
-    """Compare uint8 frames. A small fraction of the values may differ by one level."""
+    """Compare uint8 frames with the recorded frames. A small fraction of the values may differ by
+    one level.
+    """
     recorded = scenario.get(name)
     scenario.compare("frames, levels", pixels, recorded, _LEVELS)
     share = (pixels != recorded).double().mean()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny causal Wan checkpoints with random weights in all released layouts.
 
-The values of a tensor depend only on the seed and its name, so all layouts of a given seed contain
-the same model. Sizes are divisible by 2 and 4, so that the model can run on several ranks.
+A tensor's values depend only on the seed and the tensor's name, so for a given seed, all layouts
+contain the same model. Sizes are divisible by 2 and 4, so that the model can run on several ranks.
 """
 
 from pathlib import Path
@@ -57,8 +57,8 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
         f"model.{name}": tensor for name, tensor in _transformer_tensors(config, seed).items()
     }
     if layout == "original":
-        # A training checkpoint also contains the network before weight averaging, which is not
-        # used.
+        # A training checkpoint also contains the network before weight averaging. That network is
+        # not used.
         raw = {
             f"model.{name}": tensor
             for name, tensor in _transformer_tensors(config, seed + 1).items()

@@ -37,7 +37,7 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
 
 
 def _redraw(transformer: torch.nn.Module, seed: int) -> None:
-    """Reinitialise the matrices with larger values than the classes use, so that prompt and
+    """Reinitialise the matrices with larger values than the classes use, so that the prompt and the
     guidance affect the result.
     """
     generator = torch.Generator().manual_seed(seed)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny DreamX-World checkpoints with random weights in both layouts.
 
-The values of a tensor depend only on the seed and its name, so both layouts of a given seed contain
-the same model. Sizes are divisible by 2 and 4, so that the model can run on several ranks. One
-block has no camera branch.
+A tensor's values depend only on the seed and the tensor's name, so for a given seed, both layouts
+contain the same model. Sizes are divisible by 2 and 4, so that the model can run on several ranks.
+One block has no camera branch.
 """
 
 from pathlib import Path

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny Lance checkpoints with random weights in the released layout.
 
-The values of a tensor depend only on the seed and its name. Sizes are divisible by 2, so that
-tensor parallelism works. The weights are scaled so that prompt, reference image, seed and step
-change the result visibly.
+A tensor's values depend only on the seed and the tensor's name. Sizes are divisible by 2, so that
+tensor parallelism works. The weights are scaled so that the prompt, the reference image, the seed
+and the step change the result visibly.
 """
 
 from pathlib import Path
@@ -36,7 +36,8 @@ from vllm_omni.testing.tiny.wan import (
 )
 
 VIDEO_LATENT_FRAMES = 5
-"""Maximum number of latent frames in the tiny video decoder, which allows clips of up to 17 frames.
+"""Maximum number of latent frames that the tiny video decoder supports: enough for clips of up to
+17 frames.
 """
 
 _SPECIAL = (
@@ -63,7 +64,7 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
     r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Regular expression with which Qwen2.5's tokenizer splits text into words."""
+"""Regular expression that Qwen2.5's tokenizer uses to split text into words."""
 
 _VISION = {
     "depth": 2,
@@ -143,7 +144,7 @@ def write_tokenizer(folder: Path) -> dict[str, int]:
     """Write a tokenizer with one token per byte and the special tokens of Qwen2.5.
 
     Returns:
-        The ids of the special tokens, by token.
+        The ids of the special tokens, keyed by token.
     """
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = {

@@ -2,8 +2,8 @@
 """Writes a tiny language model with random weights and a tokenizer, in transformers' layout.
 
 vLLM loads the model like any other checkpoint. Attention heads have 32 channels, because vLLM's CPU
-kernels require at least this many. The model is used by the hidden-states example, its benchmark
-and tests.
+kernels require at least this many. The hidden-states example, its benchmark and tests use the
+model.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ def write_tiny_language_model(
     """Write a random Qwen2 model to the directory `out` and return the directory.
 
     Args:
-        out: Directory in which the model is written.
+        out: Directory to write the model to.
         seed: Seed of the weights.
         dtype: Dtype of the weights.
         **config: Fields of `Qwen2Config` to change. By default, the model has four blocks of width

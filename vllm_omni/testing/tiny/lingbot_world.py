@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny LingBot World checkpoints with random weights in all released layouts.
 
-The values of a tensor depend only on the seed and its name, so all layouts of a given seed contain
-the same model, with three exceptions: the heads of `v2_1_3b` must have the released size, and `act`
-and `world` have different controls. The `world` layout also contains a world description, start
-images and an occupancy grid. Sizes are divisible by 2, and most of them by 4, so that the model can
-run on several ranks. The weights are scaled so that each input (camera, prompt, condition) changes
-the frames visibly and the values remain finite in long sessions.
+A tensor's values depend only on the seed and the tensor's name, so for a given seed, all layouts
+contain the same model. The exceptions are `v2_1_3b`, whose heads must have the released size, and
+`act` and `world`, which have different controls. The `world` layout also contains a world
+description, start images and an occupancy grid. Sizes are divisible by 2, and most of them by 4, so
+that the model can run on several ranks. The weights are scaled so that each input (camera, prompt,
+condition) changes the frames visibly and the values remain finite in long sessions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -101,11 +101,11 @@ def write_random_world(
     """Write a checkpoint with random weights and the given sizes, in the original layout.
 
     Args:
-        out: Directory in which the checkpoint is written.
+        out: Directory to write the checkpoint to.
         seed: Seed of the weights.
         sizes: Changes to the transformer's configuration.
         vae: Configuration of the VAE.
-        tiny_vae_channels: Channels of the layers of the tiny decoder.
+        tiny_vae_channels: Number of channels of each of the tiny decoder's layers.
     """
     write_original_components(out, seed, vae)
     write_tiny_vae(out / TINY_VAE_FILE, seed, tiny_vae_channels)

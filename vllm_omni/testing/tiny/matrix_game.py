@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny Matrix-Game 2.0 checkpoints with random weights: all variants in all released layouts.
 
-The values of a tensor depend only on the seed and its name, so all layouts of a given variant and
-seed contain the same model. Sizes are divisible by 2 and 4, so that the model can run on several
-ranks. The weights are scaled so that image, keys and mouse change the frames visibly and the values
-remain finite in long sessions.
+A tensor's values depend only on the seed and the tensor's name, so for a given variant and seed,
+all layouts contain the same model. Sizes are divisible by 2 and 4, so that the model can run on
+several ranks. The weights are scaled so that the image, the keys and the mouse change the frames
+visibly, and so that the values remain finite in long sessions.
 """
 
 from pathlib import Path
@@ -92,7 +92,7 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
     write_original_vae(out, seed)
     write_original_clip(out, seed)
     folder = next(folder for folder, served in FOLDERS.items() if served == variant)
-    # As in the release, the universal and the gta model have an outdated config for the base model.
+    # As in the release, the universal and gta models have an outdated config for the base model.
     stale = {key: value for key, value in config.items() if key != "local_attn_size"} | {
         "_class_name": "WanModel"
     }

@@ -24,7 +24,7 @@ SIZES: Mapping[str, Any] = {
     "num_layers": 2,
     "rope_max_seq_len": 64,
 }
-"""Arguments with which diffusers' `WanTransformer3DModel` is created."""
+"""Constructor arguments of diffusers' `WanTransformer3DModel`."""
 
 _E4M3_MAX = 448.0
 
@@ -46,7 +46,7 @@ def write_fp8_scaled(
     source: Path, out: Path, *, retained: tuple[str, ...] = ("blocks.",), prefix: str = ""
 ) -> None:
     """Convert a safetensors file to scaled FP8, which stores linear weights in e4m3 with one scale
-    each.
+    per tensor.
 
     Args:
         source: Safetensors file to convert.

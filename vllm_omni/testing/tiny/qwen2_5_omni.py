@@ -79,8 +79,8 @@ def _randomise(model: Any) -> None:
             torch.nn.init.normal_(parameter, std=0.02)
         elif parameter.dim() >= 2 and "token2wav" in name:
             torch.nn.init.normal_(parameter, std=0.5 / parameter[0].numel() ** 0.5)
-    # An untrained talker soon emits a control code. The other control codes are made unlikely, so
-    # that only the code that ends the speech occurs.
+    # An untrained talker soon emits a control code. All control codes except the one that ends the
+    # speech are therefore made unlikely.
     talker = model.talker
     head = talker.codec_head.weight.data
     ends = head[talker.codec_eos_token].clone()

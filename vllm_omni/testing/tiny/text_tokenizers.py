@@ -165,9 +165,9 @@ def write_t5_tokenizer(folder: Path) -> int:
     """Write a tokenizer with the files, special tokens and byte fallback of umt5-xxl's tokenizer.
 
     The tokenizer is a copy of the demo world's tokenizer, which was trained on twenty sentences
-    with sentencepiece 0.2.3. The tokenizer is copied instead of trained again, because another
-    version of sentencepiece would produce a different vocabulary, and random checkpoints of the
-    same seed would then differ.
+    with sentencepiece 0.2.3. The tokenizer is copied rather than retrained, because another version
+    of sentencepiece would produce a different vocabulary, and random checkpoints with the same seed
+    would then differ.
 
     Returns:
         Number of tokens in the vocabulary.

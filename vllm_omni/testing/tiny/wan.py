@@ -2,8 +2,8 @@
 """Writes the text encoder, VAE and image encoder of tiny Wan checkpoints in both released layouts,
 and provides helpers for the other components.
 
-The values of a tensor depend only on the seed and its name, so all layouts of a given seed contain
-the same components.
+A tensor's values depend only on the seed and the tensor's name, so for a given seed, all layouts
+contain the same components.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ _RESIDUAL_NAMES: Rules = (
     (r"\.(down_blocks\.\d+|resnets\.\d+)\.conv2\.", r".\1.residual.6."),
     (r"\.conv_shortcut\.", ".shortcut."),
 )
-"""Renames for the layers of a VAE's residual blocks, from diffusers' names to Wan's."""
+"""Rules for renaming the layers of a VAE's residual blocks from diffusers' names to Wan's."""
 _OUTER_NAMES: Rules = (
     (r"\.down_blocks\.", ".downsamples."),
     (r"\.mid_block\.resnets\.0\.", ".middle.0."),
@@ -74,7 +74,7 @@ _OUTER_NAMES: Rules = (
     (r"^quant_conv\.", "conv1."),
     (r"^post_quant_conv\.", "conv2."),
 )
-"""Renames for a VAE's modules outside the residual blocks, from diffusers' names to Wan's."""
+"""Rules for renaming a VAE's modules outside the residual blocks from diffusers' names to Wan's."""
 _WAN_VAE_NAMES: Rules = (
     *_RESIDUAL_NAMES,
     *(
@@ -150,7 +150,7 @@ def write_original_components(out: Path, seed: int, vae: VAEConfig = VAE) -> Non
 
 
 def write_original_vae(out: Path, seed: int, vae: VAEConfig = VAE) -> None:
-    """Write `Wan2.1_VAE.pth`, or `Wan2.2_VAE.pth` for a VAE of that release."""
+    """Write `Wan2.1_VAE.pth`, or `Wan2.2_VAE.pth` for a Wan 2.2 VAE."""
     release, names = ("2.2", WAN_2_2_VAE_NAMES) if vae.is_residual else ("2.1", _WAN_VAE_NAMES)
     torch.save(
         {rename(name, names): t for name, t in _vae_tensors(seed, vae).items()},
@@ -193,7 +193,7 @@ def write_diffusers_vae(out: Path, seed: int, vae: VAEConfig = VAE) -> None:
 def write_diffusers_components(
     out: Path, seed: int, flow_shift: float, vae: VAEConfig = VAE
 ) -> None:
-    """Write the directories `tokenizer`, `text_encoder`, `vae` and `scheduler` of a diffusers
+    """Write the `tokenizer`, `text_encoder`, `vae` and `scheduler` directories of a diffusers
     checkpoint.
     """
     write_t5_tokenizer(out / "tokenizer")
@@ -224,12 +224,12 @@ def write_diffusers_transformer(
     """Write a transformer in diffusers' layout, and `model_index.json`.
 
     Args:
-        out: Directory in which the checkpoint is written.
-        pipeline: Class of the pipeline in `model_index.json`.
+        out: Directory to write the checkpoint to.
+        pipeline: Pipeline class in `model_index.json`.
         config: Contents of the transformer's `config.json`.
-        tensors: Tensors of the transformer, by their names in the original.
-        scheduler: Class of the scheduler in `model_index.json`.
-        tokenizer: Class of the tokenizer in `model_index.json`.
+        tensors: Tensors of the transformer, keyed by their original names.
+        scheduler: Scheduler class in `model_index.json`.
+        tokenizer: Tokenizer class in `model_index.json`.
     """
     write_component(out / "transformer", config, "config.json")
     write_shards(
@@ -289,7 +289,7 @@ def text_tensors(seed: int) -> Tensors:
 
 
 def _clip_tensors(seed: int) -> Tensors:
-    """Return the tensors of CLIP's vision tower, by Wan's own names."""
+    """Return the tensors of CLIP's vision tower, keyed by Wan's own names."""
     dim, mlp, side = CLIP["hidden_size"], CLIP["intermediate_size"], CLIP["patch_size"]
     shapes: dict[str, tuple[int, ...]] = {
         "cls_embedding": (1, 1, dim),
@@ -344,14 +344,15 @@ def random_tensors(
     offset: float = 0.1,
     gains: Mapping[str, float] | None = None,
 ) -> Tensors:
-    """Return random tensors with which a network preserves the scale of its signals.
+    """Return random tensors that preserve the scale of a network's signals.
 
     Args:
-        shapes: Shape of each tensor, by name.
+        shapes: Shape of each tensor, keyed by name.
         seed: Seed of the values.
         norms: Regular expression for the names of norms. The weights of norms are drawn around 1.
         offset: Standard deviation of biases and modulation.
-        gains: Factors that scale other tensors, by a substring of their names. Default: 1.
+        gains: Factors that scale other tensors, keyed by a substring of the tensors' names.
+            Default: 1.
     """
     tensors: Tensors = {}
     for name, shape in shapes.items():

@@ -100,7 +100,7 @@ def _vae(layout: str) -> Any:
 
 def _redraw(transformer: torch.nn.Module) -> None:
     """Set all parameters to random values, because the classes initialise some of them to zeros or
-    ones, which would not affect the result.
+    ones, and such parameters would not affect the result.
     """
     with torch.no_grad():
         for name, parameter in transformer.named_parameters():

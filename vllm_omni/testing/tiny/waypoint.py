@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny Waypoint checkpoints with random weights in both released layouts.
 
-The values of a tensor depend only on the seed and its name. Sizes are divisible by 2, so that
-tensor parallelism works. The weights are scaled so that keys and mouse change the frames visibly
-and the values remain finite in long sessions.
+A tensor's values depend only on the seed and the tensor's name. Sizes are divisible by 2, so that
+tensor parallelism works. The weights are scaled so that the keys and the mouse change the frames
+visibly, and so that the values remain finite in long sessions.
 """
 
 import math
@@ -143,7 +143,7 @@ def _write_images(folder: Path, seed: int) -> None:
 
 
 def _random_tensors(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Tensors:
-    # `original0` is the norm of the weights of a channel
+    # `original0` is the norm of a channel's weights
     ones = {name: torch.ones(s) for name, s in shapes.items() if name.endswith("original0")}
     return random_tensors(shapes, seed, norms=r"(?!)") | ones
 
@@ -164,7 +164,7 @@ def _per_block(tensors: Tensors, config: WaypointConfig, name_of: Any) -> Tensor
 
 
 def _released(tensors: Tensors, config: WaypointConfig) -> Tensors:
-    """Return the tensors in the form in which Waypoint 1.5 was released."""
+    """Return the tensors in the format of the Waypoint 1.5 release."""
     stored = {
         rename(name, _RELEASED): t
         for name, t in tensors.items()
@@ -185,9 +185,9 @@ def _released(tensors: Tensors, config: WaypointConfig) -> Tensors:
 
 
 def _engine(tensors: Tensors, config: WaypointConfig) -> Tensors:
-    """Return the tensors in the form in which Waypoint 1 was released.
+    """Return the tensors in the format of the Waypoint 1 release.
 
-    Each block has one modulation bias, and the two halves of the first layer of a fusion are stored
+    Each block has one modulation bias, and the two halves of each fusion's first layer are stored
     as one tensor.
     """
     stored = {}

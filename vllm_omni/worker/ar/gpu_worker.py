@@ -16,7 +16,7 @@ from vllm_omni.worker.ar.worker import ARWorkerMixin
 def first_generation_runner() -> type[Any]:
     """Return the class of the V1 runner.
 
-    vLLM's runner is imported on the first call, as vLLM itself does.
+    As in vLLM itself, the runner is imported on the first call.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 

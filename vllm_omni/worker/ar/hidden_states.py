@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`HiddenStateCollector`: copies the requested hidden states of a step into the runner's output.
 
-The collector stores the `HiddenStatesRequest` of each request from its first step to its end, and
-copies the requested hidden states of each step to the host. The collector does not depend on the
-runner generation: a mixin (`ar/runner.py`) passes one `StepHiddenStates` per step. If no request
-asks for hidden states, the collector only checks an empty dict in each step and allocates no
-memory.
+The collector stores each request's `HiddenStatesRequest` from the request's first step until the
+request ends, and copies the requested hidden states of each step to the host. The collector does
+not depend on the runner generation: a mixin (`ar/runner.py`) passes one `StepHiddenStates` per
+step. If no request asks for hidden states, the collector only checks an empty dict in each step and
+allocates no memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from vllm_omni.outputs import RequestFailed, pack_error
 
 @dataclass(frozen=True)
 class StepHiddenStates:
-    """Location of each request's hidden states in the model's output of a step, before sampling."""
+    """Location of each request's hidden states in the model output of a step, before sampling."""
 
     req_ids: Sequence[str]
     """Request ids in batch order."""
@@ -30,18 +30,18 @@ class StepHiddenStates:
     """Index of the first row of each request, followed by the total number of rows,
     `[num_reqs + 1]`."""
     num_computed: Sequence[int]
-    """Number of tokens of each request in the K/V cache before this step. The number is exact
+    """Number of tokens that each request has in the K/V cache before this step. The number is exact
     during prefill."""
     num_drafts: Mapping[str, int]
-    """Number of speculated tokens at the end of a request's rows, by request id."""
+    """Number of speculated tokens at the end of a request's rows, keyed by request id."""
     sources: Mapping[int, torch.Tensor]
-    """Hidden states `[>= num_rows, hidden_size]` by layer index. Rows after the last offset are
-    padding."""
+    """Hidden states `[>= num_rows, hidden_size]`, keyed by layer index. Rows after the last offset
+    are padding."""
 
 
 @dataclass(frozen=True)
 class _Requested:
-    """A request that needs hidden states."""
+    """A request that asks for hidden states."""
 
     request: HiddenStatesRequest
     """Which hidden states the client requested."""
@@ -54,11 +54,11 @@ class HiddenStateCollector:
     step. Every rank has one collector.
 
     Args:
-        num_layers: Number of blocks of the model.
+        num_layers: Number of blocks in the model.
         layers: Indices of the available layers. The index of the last layer is `num_layers`.
         refusal: Reason why this configuration cannot return hidden states, or None if it can.
-        copies: Whether this rank copies hidden states, which is the case if its output reaches a
-            scheduler. All other ranks only track requests.
+        copies: Whether this rank copies hidden states. Only ranks whose output reaches a scheduler
+            do; all other ranks only track requests.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class HiddenStateCollector:
         """Start copying the requested hidden states of a step, before the next step overwrites
         them.
 
-        Hidden states of requests for the same layers are copied together.
+        Hidden states of requests that ask for the same layers are copied together.
         """
         wanted: dict[tuple[int, ...], list[_Slice]] = {}
         errors: dict[int, torch.Tensor] = {}
@@ -157,7 +157,8 @@ class HiddenStateCollector:
 
     def _copy_stream(self, step: StepHiddenStates) -> torch.cuda.Stream | None:
         """Return the CUDA stream for copies to the host, or None on a CPU. The stream is created on
-        first use."""
+        first use.
+        """
         if self._stream is None and next(iter(step.sources.values())).is_cuda:
             self._stream = torch.cuda.Stream()
         return self._stream
@@ -176,13 +177,11 @@ class _Slice:
     drafts: int
     """Number of rows at the end that belong to speculated tokens."""
     mode: str
-    """Tokens that the client requested: `HiddenStatesRequest.hidden_states`."""
+    """Tokens whose hidden states the client requested: `HiddenStatesRequest.hidden_states`."""
 
 
 def _positions_to_skip(requested: _Requested, num_computed: int, count: int, drafts: int) -> int:
-    """Return the number of leading rows of a request in this step that the client did not
-    request.
-    """
+    """Return how many of a request's leading rows in this step the client did not request."""
     if requested.request.hidden_states == "all":
         return 0
     if requested.request.hidden_states == "generated":
@@ -193,7 +192,7 @@ def _positions_to_skip(requested: _Requested, num_computed: int, count: int, dra
 
 
 class _Copy:
-    """Copy, on the host, of the hidden states of all requests for the same layers.
+    """Host copy of the hidden states of all requests that ask for the same layers.
 
     The copy is a tensor `[num_rows, num_layers, hidden_size]`.
     """
@@ -245,10 +244,10 @@ class CopiedHiddenStates:
     _groups: list[tuple[_Copy, list[_Slice]]]
     """Copies to the host, each with the requests whose hidden states it contains."""
     _errors: dict[int, torch.Tensor]
-    """Envelopes of the errors of failed requests, by index in the batch."""
+    """Error envelopes of failed requests, keyed by batch index."""
 
     def attach_to_output(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        """Put the hidden states of accepted tokens into `output.pooler_output`.
+        """Write the hidden states of accepted tokens to `output.pooler_output`.
 
         The entry of a request is a tensor `[num_rows, num_layers, hidden_size]`, the 1-D uint8
         envelope of its error, or None if there are no hidden states to return.
@@ -274,9 +273,7 @@ class CopiedHiddenStates:
 
 
 class HiddenStatesOutput(WrapsAsyncOutput, AsyncModelRunnerOutput):
-    """Asynchronous output of a runner. Hidden states are added as soon as the output is
-    available.
-    """
+    """Asynchronous runner output. Hidden states are added as soon as the output is available."""
 
     def __init__(self, inner: AsyncModelRunnerOutput, taken: CopiedHiddenStates) -> None:
         self._inner = inner

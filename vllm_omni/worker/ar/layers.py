@@ -31,9 +31,9 @@ class LayerTaps:
     """Layers whose hidden states a model returns."""
 
     num_layers: int
-    """Number of blocks of the model."""
+    """Number of blocks in the model."""
     layers: tuple[int, ...]
-    """Indices of the auxiliary layers, in the order in which the forward pass returns them."""
+    """Indices of the auxiliary layers, in the order that the forward pass returns them."""
     installed: bool
     """Whether `install` configured the auxiliary layers. False if a drafter configured the
     auxiliary layers, or if there are none.
@@ -82,7 +82,7 @@ class LayerTaps:
         return cls(num_layers, wanted, installed=True)
 
     def named(self, returned: Sequence[torch.Tensor] | None) -> dict[int, torch.Tensor]:
-        """Return the auxiliary hidden states of a forward pass by layer index."""
+        """Return the auxiliary hidden states of a forward pass, keyed by layer index."""
         return (
             dict(zip(self.layers, returned, strict=True))
             if returned is not None and self.layers
@@ -120,7 +120,8 @@ def _check_combination(vllm_config: VllmConfig, model: nn.Module) -> None:
 
 def _layered(model: nn.Module) -> Any:
     """Return the module that can return auxiliary layers: the model itself or its language model.
-    The result is None if neither supports auxiliary layers."""
+    The result is None if neither supports auxiliary layers.
+    """
     if supports_eagle3(model):
         return model
     inner = model.get_language_model() if isinstance(model, SupportsMultiModal) else None

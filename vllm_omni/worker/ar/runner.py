@@ -3,11 +3,11 @@
 
 There is one mixin per runner generation. A mixin overrides hooks and calls `super()`. The V1 runner
 is used on CPUs and for old configurations; the V2 runner is the default on CUDA. vLLM's
-preparation, forward pass, sampling, speculation and expert balancing are unchanged. The mixins copy
-hidden states between `execute_model` and `sample_tokens`, when the hidden states of a step exist
-but its tokens have not been sampled yet. The mixins must not change any other field of the output
-(tests/worker/test_ar_gpu_model_runner.py). The available layers are determined when the model is
-loaded (`_make_collector`).
+preparation, forward pass, sampling, speculation and expert balancing are used unchanged. The mixins
+copy hidden states between `execute_model` and `sample_tokens`, when the hidden states of a step
+exist but its tokens have not been sampled yet. The mixins must not change any other field of the
+output (tests/worker/test_ar_gpu_model_runner.py). The available layers are determined when the
+model is loaded (`_make_collector`).
 """
 
 from typing import Any
@@ -124,7 +124,7 @@ class ARModelRunnerV1Mixin(_HiddenStatesMixin):
         requested_layers: list[torch.Tensor] | None,
         num_tokens: int,
     ) -> dict[int, torch.Tensor]:
-        """Return the hidden states by layer index.
+        """Return the hidden states, keyed by layer index.
 
         With torchrun, every pipeline stage has its own scheduler, so the last stage broadcasts the
         hidden states to all stages.
@@ -194,7 +194,7 @@ class ARModelRunnerV2Mixin(_HiddenStatesMixin):
 
 
 def _make_collector(vllm_config: VllmConfig, taps: LayerTaps) -> HiddenStateCollector:
-    """Create the collector of this rank.
+    """Create the collector for this rank.
 
     The function determines which layers requests may use, and whether this rank copies hidden
     states.

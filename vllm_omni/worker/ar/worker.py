@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ARWorkerMixin`: additions to vLLM's worker that CUDA and CPU have in common.
+"""`ARWorkerMixin`: additions to vLLM's worker that the CUDA and CPU workers share.
 
 The mixin checks the engine arguments before the model is loaded, because vLLM's own models have no
-config hook of this package. The mixin also provides statistics for `collective_rpc`.
+config hook from this package. The mixin also provides statistics for `collective_rpc`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -64,8 +64,9 @@ class ARWorkerMixin(_Worker):
         return engine_processes()
 
     def hidden_states_stats(self) -> dict[str, Any]:
-        """Return the available layers and the number of copied bytes of this rank as JSON types,
-        for `collective_rpc`."""
+        """Return the available layers and the number of bytes that this rank has copied, as JSON
+        types, for `collective_rpc`.
+        """
         states = self.model_runner.hidden_state_collector
         return {
             "bytes_copied": states.bytes_copied,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RankAgreement`: decisions that must be the same on all ranks of an engine, and the messages by
-which the ranks agree.
+"""`RankAgreement`: decisions that must be the same on all ranks of an engine, and the messages that
+the ranks exchange to agree.
 
 All ranks receive the same batches, but a single rank may refuse a request, for example for lack of
 memory. A forward pass contains collectives, so all ranks must run it for the same requests.
@@ -29,29 +29,30 @@ class RankAgreement:
     """Agreement between the ranks of one engine.
 
     Args:
-        tensor: vLLM's group coordinator of the ranks that share layers.
-        world: vLLM's group coordinator of all ranks.
+        tensor: vLLM's group coordinator for the ranks that share layers.
+        world: vLLM's group coordinator for all ranks.
     """
 
     def __init__(self, tensor: Any, world: Any) -> None:
         self._tensor = tensor
         self._world = world
         self.several: bool = tensor.world_size > 1
-        """Whether several ranks share the layers of a stage, so that they have to agree."""
+        """Whether several ranks share the layers of a stage and therefore have to agree."""
 
     # within a step
 
     def read_mask(
         self, received: Mapping[str, torch.Tensor], states: Sequence[RequestState]
     ) -> list[int]:
-        """Return the flag of each request in `states` that the previous stage has sent: a chunk
+        """Return the flag that the previous stage has sent for each request in `states`: a chunk
         index, or a negative code.
         """
         return [int(flag) for flag in received[_MASK].tolist()[: len(states)]]
 
     def indices(self, states: Sequence[RequestState], mask: Sequence[int] | None) -> dict[str, int]:
-        """Return the chunk indices of the requests that take part in this step, by request id. The
-        result is empty on the first stage."""
+        """Return the chunk indices of the requests that take part in this step, keyed by request
+        id. The result is empty on the first stage.
+        """
         if mask is None:
             return {}
         return {
@@ -76,10 +77,10 @@ class RankAgreement:
         Args:
             states: The requests of the batch.
             waiting: Requests that this rank holds back.
-            mask: Flags of the previous stage for `states`; None on the first stage.
+            mask: Flags from the previous stage for `states`; None on the first stage.
 
         Raises:
-            RuntimeError: This stage had to refuse a request that an earlier stage has accepted.
+            RuntimeError: This stage must refuse a request that an earlier stage has accepted.
         """
         fine = [state.failure is None for state in states]
         if self._tensor.world_size > 1 and any(
@@ -120,10 +121,10 @@ class RankAgreement:
     ) -> dict[str, torch.Tensor]:
         """Return the flags of `states` for the next stage, as a small int32 CPU tensor.
 
-        The flag of a request is its chunk index if its hidden states are sent, or else a code for
-        waiting or refused. The length of the tensor is one more than a multiple of the
-        tensor-parallel size, because vLLM sends tensors of a divisible length in shards, which
-        requires a device tensor.
+        The flag of a request is its chunk index if its hidden states are sent; otherwise, it is the
+        code for a waiting or refused request. The length of the tensor is one more than a multiple
+        of the tensor-parallel size. If the length were divisible by this size, vLLM would send the
+        tensor in shards, which requires a device tensor.
         """
         flags = [
             state.index if state in alive else _WAITING if state in waiting else _REFUSED
@@ -133,7 +134,7 @@ class RankAgreement:
         return {_MASK: torch.tensor([*flags, *([_REFUSED] * padding)], dtype=torch.int32)}
 
     def agree(self, state: RequestState) -> None:
-        """Fail a chunk on all tensor-parallel ranks if it has failed on one of them
+        """Fail a chunk on all tensor-parallel ranks if it has failed on any of them
         (collective).
         """
         if not self.all_fine(state.failure is None) and state.failure is None:
@@ -164,7 +165,7 @@ class RankAgreement:
         """Add a LoRA adapter on all ranks or on none (collective).
 
         If loading fails, only the last rank raises an exception, because vLLM's executor reads
-        replies in order of rank and reads no further replies after an error.
+        replies in rank order and stops at the first error.
 
         Raises:
             ValueError: A rank could not load the adapter. The message is one line.
@@ -214,7 +215,7 @@ class RankAgreement:
     def clock(self) -> float:
         """Return the time in seconds.
 
-        With several ranks, the returned time is constant, so no session ever counts as idle. The
-        reason is that the clocks of ranks differ, but eviction must be the same on all ranks.
+        With several ranks, the returned time is constant, so no session ever counts as idle. All
+        ranks must evict the same sessions, but their clocks show different times.
         """
         return time.monotonic() if self._world.world_size == 1 else 0.0

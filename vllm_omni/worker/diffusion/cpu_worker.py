@@ -35,12 +35,13 @@ class DiffusionCPUWorker(DiffusionWorkerMixin, CPUWorker):  # type: ignore[misc]
 
     def cpu_threads(self) -> dict[str, int]:
         """Return the number of CPU threads and the pid of this rank, for
-        `collective_rpc("cpu_threads")`."""
+        `collective_rpc("cpu_threads")`.
+        """
         return {"threads": torch.get_num_threads(), "pid": os.getpid()}
 
 
 def num_cores() -> int:
-    """Return the number of physical cores that this process may use."""
+    """Return the number of physical cores that this process can use."""
     allowed = get_allowed_cpu_list()
     return max(
         1, min(len({(cpu.numa_node, cpu.physical_core) for cpu in allowed}), available_cpu_count())

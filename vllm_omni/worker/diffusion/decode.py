@@ -30,20 +30,20 @@ from vllm_omni.worker.diffusion.sessions.in_flight import ChunksInFlight
 logger = logging.getLogger("vllm." + __name__)
 
 _MAX_STEP_BYTES = 20 << 20
-"""Maximum total size in bytes of the results that are delivered in one engine step. vLLM's ring
-buffer from worker to engine accepts messages of up to 24 MiB; larger messages take a path that is
-about ten times slower."""
+"""Maximum total size in bytes of the results delivered in one engine step. vLLM's ring buffer from
+the worker to the engine accepts messages of up to 24 MiB; larger messages take a path that is about
+ten times slower."""
 
 
 class ResultStream:
-    """CUDA stream on which results are decoded and copied to the host.
+    """CUDA stream that decodes results and copies them to the host.
 
     Args:
         device: Device of the decode.
         overlap: Whether to use a separate CUDA stream.
-        overlaps_steps: Whether denoise steps run on the same device, which is not the case on a VAE
-            stage. If true, the decode has a higher priority than the steps, because a client is
-            waiting for its frames.
+        overlaps_steps: Whether denoise steps run on the same device (false on a VAE stage). If
+            true, the decode has a higher priority than the steps, because a client is waiting for
+            the frames.
     """
 
     def __init__(self, device: torch.device, overlap: bool, *, overlaps_steps: bool = True) -> None:
@@ -65,7 +65,7 @@ class ResultStream:
 
         Args:
             requests: Chunks to decode.
-            started_s: Time in seconds at which each chunk started.
+            started_s: Start time of each chunk in seconds.
             decode: Function that decodes the chunks.
         """
         if self._stream is not None:
@@ -104,17 +104,17 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ChunkEnd:
-    """Finishes the chunks of one rank.
+    """Finishes the chunks on one rank.
 
     Args:
         model: The model.
         adapters: Store of the LoRA adapters registered on this rank.
         agreement: Agreement with the other ranks.
         in_flight: Chunks in flight on the rank.
-        results: CUDA stream on which frames are decoded.
+        results: CUDA stream that decodes frames.
         decodes: Whether this rank decodes in addition to running layers.
-        shares_decode: Whether the ranks that share layers decode together, so that each rank
-            decodes one band of the frame.
+        shares_decode: Whether the ranks that share layers decode together. If so, each rank decodes
+            one band of the frame.
         overlap: Whether the result of a chunk is returned in a later engine step than the one that
             runs the chunk's last step.
     """
@@ -150,11 +150,11 @@ class ChunkEnd:
         self.denoised, self.committed = [], []
 
     def decode_before_clean_pass(self, states: Sequence[RequestState]) -> None:
-        """Launch the decode of chunks with final latents, before their clean-context pass.
+        """Launch the decode of chunks whose latents are final, before their clean-context pass.
 
-        Call this method directly after launching the step that makes the latents final. If decodes
-        run on the CUDA stream of the steps, the device then decodes while the host launches the
-        clean-context pass, and runs the clean-context pass while the host delivers the result.
+        Call this method immediately after launching the step that makes the latents final. If
+        decodes run on the CUDA stream of the steps, the device then decodes while the host launches
+        the clean-context pass, and runs the clean-context pass while the host delivers the result.
         """
         if not self._decodes:
             return
@@ -214,7 +214,7 @@ class ChunkEnd:
 
         Args:
             state: Request of the chunk.
-            outputs: Dict that receives the result, by request id.
+            outputs: Dict that receives the result, keyed by request id.
         """
         request = state.chunk
         assert request is not None
@@ -225,7 +225,7 @@ class ChunkEnd:
             state.failure = as_failure(error, state.request_id)
         if self._decodes and state.pending is None and state.decode_failure is None:
             self.decode(state)
-        # If the latents are not finite, the error of the check is clearer than the decoder's error.
+        # If the latents are not finite, the check's error is clearer than the decoder's error.
         if state.failure is None:
             state.failure = state.decode_failure
         try:
@@ -250,8 +250,9 @@ class ChunkEnd:
         self.committed.append(request.request_id)
 
     def release_result(self, state: RequestState, outputs: dict[str, torch.Tensor]) -> None:
-        """Deliver the result of a committed chunk: immediately, or in a later engine step with
-        `overlap`."""
+        """Deliver the result of a committed chunk. With `overlap`, the result is delivered once it
+        is ready, possibly in a later engine step; otherwise, it is delivered immediately.
+        """
         if state.pending is None:
             outputs[state.request_id] = pack({})
         elif self._overlap:
@@ -297,8 +298,8 @@ class ChunkEnd:
     def pack_failures(
         self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]
     ) -> None:
-        """Pack the errors of failed requests. Later chunks in flight of the same session fail,
-        too.
+        """Pack the errors of failed requests. Later chunks of the same session that are in flight
+        also fail.
         """
         for state in states:
             if state.failure is not None and state.chunk is not None:

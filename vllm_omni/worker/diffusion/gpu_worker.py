@@ -25,7 +25,7 @@ class DiffusionGPUWorker(DiffusionWorkerMixin, Worker):
         # read when the CUDA context is created.
         os.environ.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")
         if self.parallel_config.pipeline_parallel_size > 1:
-            # Operations that receive from other stages wait on the device, and streams that share a
+            # Receive operations from other stages wait on the device, and streams that share a
             # hardware queue wait for each other. By default there are 8 hardware queues, but a
             # stage has more streams. The variable is read when the CUDA context is created.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")

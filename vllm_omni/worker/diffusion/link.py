@@ -4,23 +4,24 @@
 **Forward.** vLLM's worker sends one dict of tensors from stage to stage. The dict contains hidden
 states or, for a VAE stage, a `StageNote` and final latents. vLLM assumes that all tensor-parallel
 ranks hold the same tensors: if the length of a tensor is divisible by the number of ranks, each
-rank sends a shard, and the receivers all-gather the shards. All-gathering shards would be wrong
-with sequence parallelism, where each rank has its own tokens, and is impossible for host tensors.
-`together` therefore pads its buffers to a length that is not divisible.
+rank sends a shard, and the receivers all-gather the shards. This all-gather would give wrong
+tensors with sequence parallelism, where each rank has its own tokens, and is impossible for host
+tensors. `together` therefore pads its buffers to a length that is not divisible by the number of
+ranks.
 
 **Back.** After every micro-step, the last stage with layers sends one message per batch to each
 earlier stage (`ReturnChannel`). The message contains a status (1 = OK, 0 = failed) and the latents
 of every request. An earlier stage needs the latents to start the request's next step, and the
-status to commit the chunk. The channel has a separate process group, because NCCL would put both
-directions of a shared group on one stream, and no batch could be sent forward before the message
-about the previous batch had been received. Messages flow only from the last stage to earlier stages
-and in batch order, so a FIFO of posted receives is sufficient.
+status to commit the chunk. The channel has a separate process group. NCCL would put both directions
+of a shared group on one stream, so no batch could be sent forward before the message about the
+previous batch had been received. Messages flow only from the last stage to earlier stages and in
+batch order, so a FIFO of posted receives is sufficient.
 
 CUDA does not guarantee concurrency between streams: streams that share a hardware queue wait for
 each other. Every rank therefore issues its transfers in batch order, and for each batch it issues
 the hidden states before the return message. In this order, a transfer waits only for earlier
-transfers. Because of this order, `listen` posts the receives of return messages after the hidden
-states have been sent.
+transfers. For this reason, `listen` posts the receives for return messages after the hidden states
+have been sent.
 """
 
 from collections import deque
@@ -37,7 +38,7 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepEx
 from vllm_omni.outputs import RequestFailed
 
 HIDDEN = "hidden"
-"""Key of the hidden states of all batches, which are packed by `together`."""
+"""Key of the hidden states of all batches, as packed by `together`."""
 _NOTE = "note"
 _LATENTS = "latents"
 _STATUS_OK = 1.0
@@ -55,7 +56,7 @@ class ChunkNote(msgspec.Struct, frozen=True):
     step: int
     """Number of steps that the chunk has finished."""
     num_steps: int
-    """Total number of steps of the chunk."""
+    """Total number of steps that the chunk needs."""
     clean: bool
     """Whether the latents are final. Final latents are sent together with the note."""
     done: bool
@@ -74,13 +75,13 @@ class StageNote(msgspec.Struct, frozen=True):
     chunks: list[ChunkNote] = []
     """Chunks that ran the step and have not failed."""
     failures: dict[str, tuple[str, str]] = {}
-    """Error code and message of failed requests, by request id."""
+    """Error code and message of each failed request, keyed by request id."""
 
     def message(self, latents: Sequence[torch.Tensor], ranks: int) -> dict[str, torch.Tensor]:
         """Return this note and the final latents as tensors to send.
 
         Args:
-            latents: Latents of those `chunks` that are `clean`, in order.
+            latents: Latents of the `chunks` that are `clean`, in order.
             ranks: Number of ranks that share the layers of a stage.
         """
         text = msgspec.json.encode(self)
@@ -100,7 +101,7 @@ class StageNote(msgspec.Struct, frozen=True):
         return {chunk.request_id for chunk in self.chunks}
 
     def latents(self, received: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the final latents of those `chunks` that are `clean`, by request id."""
+        """Return the final latents of the `chunks` that are `clean`, keyed by request id."""
         clean = [chunk.request_id for chunk in self.chunks if chunk.clean]
         return dict(zip(clean, unpack(_LATENTS, received), strict=True))
 
@@ -114,7 +115,7 @@ def padding(length: int, ranks: int) -> int:
     shards.
 
     Args:
-        length: Number of elements of the tensor.
+        length: Number of elements in the tensor.
         ranks: Number of ranks that share layers.
     """
     return -length % ranks + 1 if ranks > 1 else 0
@@ -146,7 +147,7 @@ def together(name: str, tensors: Sequence[torch.Tensor], ranks: int) -> dict[str
 
 
 def unpack(name: str, received: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors that were packed by `together`, as views of one buffer."""
+    """Return the tensors that `together` packed, as views of one buffer."""
     if name not in received:
         return []
     numbers = [number for number in received[f"{name}.shapes"].tolist() if number >= 0]
@@ -165,8 +166,8 @@ def unpack(name: str, received: Mapping[str, torch.Tensor]) -> list[torch.Tensor
 def connect_forward(pp: GroupCoordinator, device: torch.device) -> None:
     """Send one element along vLLM's path from stage to stage (collective in the pipeline group).
 
-    NCCL creates the communicator of a pair of ranks on first use, which may have to wait for the
-    device. The first use must therefore precede all transfers.
+    NCCL creates the communicator for a pair of ranks on first use, and may have to wait for the
+    device to do so. The first use must therefore precede all transfers.
 
     Args:
         pp: Pipeline group.
@@ -181,24 +182,25 @@ def connect_forward(pp: GroupCoordinator, device: torch.device) -> None:
 
 @dataclass
 class _Receive:
-    """A posted receive of a return message."""
+    """A posted receive for a return message."""
 
     requests: list[DiffusionRequest]
     """Requests of the batch that the message is about."""
     numels: list[int]
     """Number of elements in the latents of each request."""
     buffer: torch.Tensor
-    """Buffer for statuses and latents, which is valid once `work` is done."""
+    """Buffer for statuses and latents. It is valid once `work` is done."""
     work: Any
     """Handle of the receive operation."""
 
 
 class ReturnChannel:
-    """One rank's end of the return channel. All ranks of the engine must construct it (collective).
+    """One rank's end of the return channel. All ranks of the engine must construct one
+    (collective).
 
     Args:
-        pp_ranks: Global ranks with layers in this rank's pipeline, in the order of the stages. A
-            rank that is not among them (a rank of a VAE stage) only takes part in the construction.
+        pp_ranks: Global ranks with layers in this rank's pipeline, in stage order. A rank that is
+            not among them (a rank of a VAE stage) only takes part in the construction.
         device: Device of the transfers.
     """
 
@@ -272,7 +274,7 @@ class ReturnChannel:
         self._expected.append(list(requests))
 
     def listen(self, model: SupportsStepExecution) -> None:
-        """Post the receives of return messages.
+        """Post the receives for return messages.
 
         The stages before the last one call this method after hidden states have been sent.
         """
@@ -290,15 +292,16 @@ class ReturnChannel:
         request_ids: Iterable[str],
         apply: Callable[[DiffusionRequest, bool, torch.Tensor], None],
     ) -> None:
-        """Apply all return messages up to the latest message about one of the given requests.
+        """Apply all return messages up to and including the latest message about one of the given
+        requests.
 
         The outputs of these batches have reached the engine or are certain to be sent, so this
         method never waits for a batch that has not been sent to the last stage.
 
         Args:
             request_ids: Ids of the requests whose state must be up to date.
-            apply: Function that is called with each request, whether it has succeeded, and its
-                latents.
+            apply: Function that is called with each request, whether the request has succeeded, and
+                the request's latents.
         """
         assert not self._expected, "listen() must post a batch's receive before the next batch"
         wanted = set(request_ids)
@@ -310,7 +313,7 @@ class ReturnChannel:
             receive = self._pending.popleft()
             receive.work.wait()
             requests = receive.requests
-            # Reading the statuses synchronizes with the device, so they are read only if a chunk
+            # Reading the statuses synchronises with the device, so they are read only if a chunk
             # may be committed.
             final = any(request.step >= request.num_steps for request in requests)
             status = (

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Liveness of ranks: all ranks of an engine exit together when one has died, hung or failed.
+"""Rank liveness: all ranks of an engine exit together when one of them has exited, been stopped or
+failed.
 
-If a rank dies, other ranks wait for it in a collective for minutes, and so do all clients. vLLM
-detects the exit of a worker, but gives the other workers 9 s to reply, and it does not detect a
-stopped worker. Therefore, a thread of each rank (`Watchdog`) sends a datagram to every other rank
-twice a second. When a rank has exited, or has been silent for `timeout_s`, the thread logs the
-reason, kills the silent process if it is on this machine, and ends its own process immediately.
-vLLM's executor then reports a dead engine. On the machine of the API server, `EngineWatch` usually
-kills the ranks earlier; docs/how_to/operations.md ("Who watches whom") compares the checks.
+If a rank dies, the other ranks wait for it in a collective for minutes, and all clients wait for
+their results. vLLM detects that a worker has exited, but gives the other workers 9 s to exit, and
+it does not detect a stopped worker. Therefore, a thread on each rank (`Watchdog`) sends a datagram
+to every other rank twice a second. When a rank has exited, or has been silent for `timeout_s`, the
+thread logs the reason, kills the silent process if it is on this machine, and ends its own process
+immediately. vLLM's executor then reports a dead engine. On the API server's machine, `EngineWatch`
+usually kills the ranks earlier; docs/how_to/operations.md ("Who watches whom") compares the checks.
 
-A heartbeat only proves that a process runs, not that its main thread makes progress. vLLM handles a
-step that hangs on the device (`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`). A process that was itself
-stopped (by a debugger, Ctrl-Z or a suspended machine) restarts its timers. If one of several ranks
-has to exit, it exits through `end_rank`, also when the cause is a failure of its own work
+A heartbeat only proves that a process is running, not that its main thread is making progress. vLLM
+handles a step that hangs on the device (`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`). A process that was
+itself stopped (by a debugger, Ctrl-Z or a suspended machine) restarts its timers. If one of several
+ranks has to exit, it exits through `end_rank`, even if the cause is a failure in its own work
 (`failing_together`). This module does not depend on a model or on the scheduler. torch and vLLM,
 whose process groups define the ranks, are imported only where they are used.
 """
@@ -38,11 +39,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm." + __name__)
 
 _OWN_GAP_BEATS = 4
-"""Number of heartbeats by which the watchdog's own thread may be delayed. After a longer delay, the
-watchdog cannot judge whether other ranks were silent.
+"""Maximum delay of the watchdog's own thread, in heartbeats. After a longer delay, the watchdog
+cannot judge whether other ranks were silent.
 """
 _GRACE_BEATS = 4
-"""Number of heartbeats that a rank waits after another rank has exited before it exits as well. In
+"""Number of heartbeats that a rank waits, after another rank has exited, before it also exits. In
 an orderly shutdown, ranks exit one at a time, so this rank's watchdog is stopped within this time.
 """
 
@@ -63,18 +64,18 @@ class PeerRank:
 
 @dataclass
 class Watchdog:
-    """Sends heartbeats of this rank, and monitors all other ranks of the engine."""
+    """Sends this rank's heartbeats, and monitors all other ranks of the engine."""
 
     rank: int
     """Global rank of this process."""
     listen: socket.socket
-    """Bound UDP socket, which is owned by the watchdog."""
+    """Bound UDP socket that the watchdog owns."""
     peers: Sequence[PeerRank]
     """All other ranks of the engine."""
     machine: str
     """Identifier of this process's machine; see `PeerRank.machine`."""
     token: bytes
-    """Prefix of all datagrams, which is the same on all ranks of the engine."""
+    """Prefix of all datagrams. It is the same on all ranks of the engine."""
     timeout_s: float
     """Time in seconds without a heartbeat after which a rank counts as dead."""
     beat_s: float = 0.5
@@ -86,7 +87,7 @@ class Watchdog:
         threading.Thread(target=self._run, daemon=True, name="RankWatchdog").start()
 
     def stop(self) -> None:
-        """Stop the watchdog for an orderly shutdown, in which other ranks may exit. Idempotent."""
+        """Stop the watchdog for an orderly shutdown, when other ranks may exit. Idempotent."""
         self._stop.set()
 
     def _run(self) -> None:
@@ -163,8 +164,8 @@ def end_rank(rank: int, reason: str, error: BaseException | None = None) -> NoRe
 
     Args:
         rank: Rank of this process.
-        reason: Reason that is logged.
-        error: Exception whose traceback is logged; None if there is none.
+        reason: Reason to log.
+        error: Exception whose traceback is logged, or None if there is no exception.
     """
     logger.critical(
         "rank %d exits, so that the engine is reported dead: %s", rank, reason, exc_info=error
@@ -174,15 +175,15 @@ def end_rank(rank: int, reason: str, error: BaseException | None = None) -> NoRe
 
 @contextlib.contextmanager
 def failing_together(*, heard: bool) -> Iterator[None]:
-    """Context manager for work in which other ranks take part. An exception ends the process.
+    """Context manager for work that involves other ranks. An exception ends the process.
 
     vLLM's workers log an exception and wait for the next call, and the engine reads the exception
     of only one rank. If another rank fails, its exception never reaches the engine, and all ranks
     would wait in their collectives.
 
     Args:
-        heard: Whether the engine reads the exception of this rank. An exception that the engine
-            reads is raised as usual, and so is an exception of the engine's only rank.
+        heard: Whether the engine reads the exception of this rank. If so, the exception is raised
+            as usual. An exception on the engine's only rank is also raised as usual.
     """
     from vllm.distributed.parallel_state import get_world_group
 
@@ -198,14 +199,14 @@ def failing_together(*, heard: bool) -> Iterator[None]:
 
 
 def runs_steps() -> bool:
-    """Return whether vLLM's executors read this rank's result or exception of a step."""
+    """Return whether vLLM's executors read the result or exception of a step from this rank."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     return get_pp_group().is_last_rank and get_tp_group().is_first_rank
 
 
 def watch_other_ranks(timeout_s: float) -> Watchdog:
-    """Start the watchdog of this rank (collective over tensor- and pipeline-parallel ranks).
+    """Start this rank's watchdog (collective over tensor- and pipeline-parallel ranks).
 
     Args:
         timeout_s: Time in seconds without a heartbeat after which a rank counts as dead.

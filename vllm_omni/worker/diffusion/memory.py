@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MemoryBudget`: the memory that the sessions of one rank may use.
+"""`MemoryBudget`: the memory that the sessions on one rank may use.
 
 vLLM profiles memory only for models with KV cache groups. A diffusion runner has no such groups, so
 this module computes the budget: the fraction `--gpu-memory-utilization` of the GPU's memory, minus
@@ -18,7 +18,7 @@ from vllm.config import VllmConfig
 
 
 class MemoryBudget:
-    """Computes the memory for sessions of one rank.
+    """Computes the memory for sessions on one rank.
 
     Args:
         vllm_config: Configuration of the engine.
@@ -35,8 +35,9 @@ class MemoryBudget:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Measure the peak memory, including weights, in the body of the `with` statement, which
-        must run the largest shape."""
+        """Measure the peak memory, including weights, while the body of the `with` statement runs.
+        The body must run the largest shape.
+        """
         if self._device.type != "cuda":
             yield
             return
@@ -66,7 +67,7 @@ class MemoryBudget:
                 measured peak, because they were allocated outside torch and freed with the session.
 
         Raises:
-            ValueError: The memory is not sufficient for a single session of the largest shape.
+            ValueError: The memory is not sufficient for one session of the largest shape.
         """
         available = self._available(warm_up_session_bytes - growing_bytes)
         budget = available if configured is None else min(configured, available)
@@ -91,7 +92,7 @@ class MemoryBudget:
 
 
 def _make_allocator_retain(nbytes: int, device: torch.device) -> None:
-    """Allocate as much memory as the warm-up needed and free it, so that torch's allocator keeps
+    """Allocate as much memory as the warm-up needed and free it, so that torch's allocator retains
     it.
 
     The first session then does not have to wait for `cudaMalloc`, which takes 40 ms for 11 GiB.

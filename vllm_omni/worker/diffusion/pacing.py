@@ -2,7 +2,7 @@
 """`StepPacer`: limits how far the host runs ahead of the device, so that aborts take effect
 quickly.
 
-On devices other than CUDA devices, a step has finished when its launch returns.
+On devices other than CUDA GPUs, a step has finished when its launch returns.
 """
 
 import time
@@ -22,15 +22,15 @@ stages. The value is larger than `SLOW_STEP_MS`, because a step takes three time
 through all processes.
 """
 LEAD = 0.2
-"""Time before the expected end of a slow step at which the next step is launched, as a fraction of
+"""How long before a slow step's expected end the next step is launched, as a fraction of
 `SLOW_STEP_MS` or `SLOW_STAGE_MS` (10 ms of 50 ms). An engine step needs about half of this time to
-get through the processes to its first kernel. Without a lead, the device would be idle during that
-time.
+pass through the processes and launch its first kernel. Without a lead, the device would be idle
+during that time.
 """
 _POLL_S = 0.001
 _STEPS = 3
-"""Number of earlier steps from which the duration of a step is predicted. The prediction is their
-minimum, because the first and last steps of a chunk take longer.
+"""Number of earlier steps used to predict a step's duration. The prediction is the minimum of their
+durations, because the first and last steps of a chunk take longer.
 """
 
 
@@ -54,8 +54,8 @@ class StepPacer:
         self._slow_ms = SLOW_STAGE_MS if stages else SLOW_STEP_MS
         self._ends: deque[torch.cuda.Event] = deque(maxlen=2 + _STEPS)
         self._started_s = 0.0
-        """Time at which the last step started on the device, as estimated by the host. The estimate
-        is never earlier than the launch of the step.
+        """Estimated time when the last step started on the device. The estimate is never earlier
+        than the launch of the step.
         """
         self._expected_end_s = 0.0
 
@@ -94,7 +94,8 @@ class StepPacer:
     @property
     def before_s(self) -> float | None:
         """Device time in seconds of the step before the last one. None if the time is unknown or if
-        that step has not finished."""
+        that step has not finished.
+        """
         if len(self._spans) < 2 or not self._spans[0][1].query():
             return None
         start, end = self._spans[0]

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`DiffusionGPUModelRunner`: runs denoise steps for scheduled requests and owns the device memory.
 
-In each engine step, the runner's role admits the scheduled requests and runs one step of each. The
-role (`roles/`) is chosen once at startup; it defines the work of this rank and the messages to
-other ranks. The runner has no vLLM base class: `surface.py` implements vLLM's runner interface.
-This module does not depend on a model or on sockets.
+In each engine step, the runner's role admits the scheduled requests and runs one step for each of
+them. The role (`roles/`) is chosen once at startup; it defines the work of this rank and the
+messages to other ranks. The runner has no vLLM base class: `surface.py` implements vLLM's runner
+interface. This module does not depend on a model or on sockets.
 
 Invariants, tested in tests/worker/test_diffusion_model_runner.py,
 tests/worker/test_decode_before_clean_pass.py and tests/engine/:
-- The first chunk of a session creates the session, and only the session store frees it.
+- A session is created by its first chunk, a fork or a restore. Only the session store frees a
+  session that it holds; `SessionSnapshots.load` and `SuspendedFiles.read` free a session that could
+  not be restored.
 - A request that fails or is aborted leaves its session unchanged; the rest of the batch continues.
 - With several ranks, every decision before a collective is the same on all ranks.
 """
@@ -70,8 +72,8 @@ class DiffusionGPUModelRunner(RunnerSurface):
                 self.omni.suspend_idle_s, self.omni.max_suspended_bytes, self.device
             )
         self.partition = self.omni.partition
-        """Number of layers that each stage has now: as loaded, or as moved between stages since
-        then. () means that layers are distributed as evenly as possible.
+        """Current number of layers in each stage, which may have changed since the model was
+        loaded. () means that layers are distributed as evenly as possible.
         """
 
     # -- start, called by the worker ---------------------------------------------------------------
@@ -80,7 +82,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
         if load_dummy_weights:
             self.load_config.load_format = "dummy"
         self.offloader = offloader_for(self.vllm_config, self.device, self.parallel)
-        # The offloader is set even if it is None, because another engine of this process may have
+        # The offloader is set even if it is None, because another engine in this process may have
         # set one.
         set_offloader(self.offloader)
         loader = get_model_loader(self.load_config)
@@ -118,13 +120,13 @@ class DiffusionGPUModelRunner(RunnerSurface):
     ) -> None:
         """Reload the weights in place, after sleep level 2 or from another checkpoint.
 
-        All sessions end, because their keys and values were computed with the old weights.
+        All sessions are closed, because their keys and values were computed with the old weights.
 
         Args:
-            weights_iterator: Argument of vLLM that is not supported and must be None.
+            weights_iterator: vLLM's argument, which is not supported and must be None.
             weights_path: Checkpoint directory with tensors of the same shapes, or None to reload
                 the current directory.
-            is_checkpoint_format: Argument of vLLM that must be true.
+            is_checkpoint_format: vLLM's argument, which must be true.
 
         Raises:
             ValueError: The arguments or the quantized layers are not supported.
@@ -166,7 +168,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
 
     @property
     def chunk_end(self) -> ChunkEnd:
-        """The object with which this rank's role finishes chunks."""
+        """The object that this rank's role uses to finish chunks."""
         return self.role.chunk_end
 
     # -- the engine step ---------------------------------------------------------------------------
@@ -176,7 +178,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
         scheduler_output: SchedulerOutput,
         intermediate_tensors: IntermediateTensors | None = None,
     ) -> ModelRunnerOutput | IntermediateTensors:
-        """Run one micro-step of each scheduled request.
+        """Run one micro-step for each scheduled request.
 
         If vLLM's own scheduler is used, this method runs whole chunks instead.
         """
@@ -224,8 +226,9 @@ class DiffusionGPUModelRunner(RunnerSurface):
         return self.requests.progress()
 
     def settle(self, session_id: str) -> None:
-        """Commit the finished chunks of a session, by applying the return messages of the last
-        stage."""
+        """Commit the finished chunks of a session by applying the return messages from the last
+        stage.
+        """
         with torch.inference_mode():  # because every commit runs in inference mode
             self.role.receive_results(self.requests.done_in(session_id))
 

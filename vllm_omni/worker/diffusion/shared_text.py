@@ -4,8 +4,8 @@
 The first rank of the first stage holds the text encoder. When the ranks of this stage have agreed
 on the first step of a chunk, the first rank broadcasts the embeddings to the other ranks of the
 stage. Each rank then sends the embeddings, together with the hidden states of that step, to its
-counterpart on the next stage. Embeddings are therefore transferred for exactly those chunks for
-which forward passes run, and in the same order. This module does not depend on a model.
+counterpart on the next stage. Embeddings are therefore transferred for exactly the chunks that run
+forward passes, and in the same order. This module does not depend on a model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ class SharedText:
 
     Args:
         model: The model. Nothing is distributed unless the model implements `SupportsSharedText`.
-        tensor: vLLM's group coordinator of the ranks that share layers.
+        tensor: vLLM's group coordinator for the ranks that share layers.
         first_stage: Whether the first rank of the group holds the text encoder.
     """
 
@@ -75,8 +75,9 @@ class SharedText:
                 embeddings.copy_(values)
 
     def message(self, first_part: Sequence[DiffusionRequest]) -> dict[str, torch.Tensor]:
-        """Return the embeddings of chunks as tensors that are sent to the next stage together with
-        the hidden states."""
+        """Return the chunks' embeddings as tensors to send to the next stage together with the
+        hidden states.
+        """
         if self._model is None:
             return {}
         texts = [self._model.texts(request) for request in first_part]

@@ -2,7 +2,7 @@
 """`RunnerSurface`: methods of vLLM's runner interface that a diffusion runner does not need.
 
 vLLM's worker calls these methods for its block pool and its sampler.
-tests/worker/test_runner_surface.py finds missing methods by reading the source of the worker.
+tests/worker/test_runner_surface.py finds missing methods by reading the worker's source.
 """
 
 from typing import Any

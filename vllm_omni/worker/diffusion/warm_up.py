@@ -2,10 +2,10 @@
 """Warm-up of one rank: runs the largest shape once and determines how much memory sessions may use.
 
 All ranks warm up together, outside of vLLM's engine loop, so this module itself sends and receives
-tensors between stages. With `omni.pipeline_partition` "measured", an additional session runs first.
-Based on the times of that session's last chunk, including decode and head, layers are then moved
-between stages so that the slowest stage is as fast as possible. This module does not depend on a
-model.
+tensors between stages. If `omni.pipeline_partition` is "measured", an additional session runs
+first. Based on the times of that session's last chunk, including decode and head, layers are then
+moved between stages so that the slowest stage is as fast as possible. This module does not depend
+on a model.
 """
 
 import logging
@@ -59,7 +59,7 @@ def warm_up(runner: DiffusionGPUModelRunner, used_before: int = 0) -> float:
 
     Raises:
         RuntimeError: A warm-up chunk failed.
-        ValueError: The memory is not sufficient for a single session of the largest shape.
+        ValueError: The memory is not sufficient for one session of the largest shape.
     """
     start = time.perf_counter()
     runner.role.connect()
@@ -132,7 +132,8 @@ def _decode_together(runner: DiffusionGPUModelRunner, request: DiffusionRequest)
 
 def _step(runner: DiffusionGPUModelRunner, state: RequestState) -> None:
     """Run one micro-step, including the transfers between stages that the worker performs in the
-    engine loop."""
+    engine loop.
+    """
     received = None
     if not runner.pp.is_first_rank:
         tensors = runner.pp.recv_tensor_dict(all_gather_group=runner.tp)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DiffusionWorkerMixin`: changes to vLLM's worker that CUDA and CPU have in common.
+"""`DiffusionWorkerMixin`: changes to vLLM's worker that the CUDA and CPU workers share.
 
-vLLM's worker sets up devices and process groups, provides weight pools for sleep mode, sends and
-receives between pipeline stages, and handles RPCs. This package adds the runner, the warm-up, sleep
+vLLM's worker sets up devices and process groups, provides weight pools for sleep mode, transfers
+tensors between pipeline stages, and handles RPCs. This package adds the runner, the warm-up, sleep
 mode for sessions, and the handling of a failed rank.
 """
 
@@ -52,8 +52,8 @@ class DiffusionWorkerMixin(_Worker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         end_with_parent()
         super().__init__(*args, **kwargs)
-        # The diffusion runner belongs to neither runner generation. False disables the code that is
-        # only for V2 (warm-up, pooling).
+        # The diffusion runner belongs to neither runner generation. False disables V2-only code
+        # (warm-up, pooling).
         self.use_v2_model_runner = False
         self._watchdog: Watchdog | None = None
         self._fast_paths: list[FastPath] = []
@@ -67,7 +67,7 @@ class DiffusionWorkerMixin(_Worker):
     @torch.inference_mode()
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Run the largest shape once, and determine how much memory sessions may use."""
-        # vLLM reads replies in order of rank, so it reads an exception of the first rank.
+        # vLLM reads replies in rank order, so it reads an exception from the first rank.
         with failing_together(heard=get_world_group().rank == 0):
             if (folder := self.model_runner.omni.suspend_dir) is not None:
                 self.model_runner.sessions.files = SuspendedFiles(Path(folder), self.snapshots)
@@ -195,8 +195,8 @@ class DiffusionWorkerMixin(_Worker):
         return self.live_copies.write(session_id, path, chunk_index, starts, is_playing)
 
     def copy_written(self, path: str) -> dict[str, Any]:
-        """Return None while this rank's part of the file is being written, and then the number of
-        bytes written.
+        """While this rank's part of the file is being written, return None. Afterwards, return the
+        number of bytes written.
 
         `copy_exchange` repeats this RPC until all ranks have written their parts.
         """
@@ -204,7 +204,8 @@ class DiffusionWorkerMixin(_Worker):
 
     def end_copy(self, path: str) -> dict[str, Any]:
         """Release the memory that this rank uses for the snapshot file of a session that has been
-        moved."""
+        moved.
+        """
         return self.live_copies.end(path)
 
     @torch.inference_mode()
@@ -232,7 +233,7 @@ class DiffusionWorkerMixin(_Worker):
         self.snapshots.invalidate_weights()
 
     def request_progress(self) -> dict[str, list[int]]:
-        """Return `{session id: [steps done, steps in total]}` of the chunks in flight, for
+        """Return `{session id: [steps done, steps in total]}` for the chunks in flight, for
         `collective_rpc`.
         """
         return self.model_runner.request_progress()

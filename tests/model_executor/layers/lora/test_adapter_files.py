@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter files: accepted tensor names and shapes, and the one-line errors, with counts and
-examples, for faulty files.
+"""Tests of adapter files: accepted tensor names and shapes, and the one-line errors (with counts
+and examples) for faulty files.
 """
 
 import json
@@ -126,8 +126,8 @@ def test_a_faulty_file_is_refused_in_one_line(
 
 
 def _with_image_layers(tensors: Tensors) -> Tensors:
-    """Add the image layers, which adapters of Wan 2.1 I2V contain because they condition on a start
-    image.
+    """Add the image layers that Wan 2.1 I2V adapters contain, because that model is conditioned on
+    a start image.
     """
     name = "diffusion_model.blocks.0.cross_attn"
     more = {f"{name}.k_img.lora_down.weight": (4, 64), f"{name}.k_img.lora_up.weight": (64, 4)}
@@ -172,8 +172,8 @@ SKIPPED: dict[str, tuple[Callable[[Tensors], Tensors], int, int]] = {
 def test_tensors_that_do_not_fit_are_skipped_and_listed(
     kind: str, target: AdapterTarget, tmp_path: Path
 ) -> None:
-    """Skipping tensors that do not fit leaves the weights of all other adapted modules
-    unchanged.
+    """Tensors that do not fit are skipped and listed. All other adapted modules get the same
+    weights as from a file without such tensors.
     """
     change, num_skipped, num_modules = SKIPPED[kind]
     path = files.write_community(some_factors(target), tmp_path / "a.safetensors")
@@ -193,8 +193,8 @@ def test_tensors_that_do_not_fit_are_skipped_and_listed(
 def test_every_rank_finds_the_faults_of_the_whole_file(
     target: AdapterTarget, tmp_path: Path
 ) -> None:
-    """Every rank checks the whole adapter file, so even a rank without the faulty module refuses
-    it.
+    """Every rank checks the whole adapter file, so even a rank that does not hold the faulty module
+    rejects the file.
     """
     path = files.write_community(some_factors(target), tmp_path / "a.safetensors")
     save_file(
@@ -237,7 +237,7 @@ def test_every_rank_finds_the_faults_of_the_whole_file(
 def test_peft_settings_that_cannot_be_served_are_refused(
     settings: dict[str, object], words: str, target: AdapterTarget, tmp_path: Path
 ) -> None:
-    """vLLM's own reader decides which PEFT settings are supported."""
+    """vLLM's own reader determines which PEFT settings are supported."""
     folder = files.write_peft(some_factors(target), tmp_path / "peft", **settings)
     with pytest.raises(ValueError, match=words) as refusal:
         load(target, folder)
@@ -245,7 +245,7 @@ def test_peft_settings_that_cannot_be_served_are_refused(
 
 
 def test_settings_apply_to_the_modules_they_name(target: AdapterTarget, tmp_path: Path) -> None:
-    """PEFT's `alpha_pattern` changes the scale of only the modules that it names."""
+    """PEFT's `alpha_pattern` changes only the scales of the modules that it names."""
     made = some_factors(target)
     folder = files.write_peft(made, tmp_path / "peft", alpha_pattern={"blocks.1.self_attn.q": 8})
     weights = load(target, folder)
@@ -292,8 +292,8 @@ def test_broken_metadata_is_refused_in_one_line(target: AdapterTarget, tmp_path:
 def test_a_digest_changes_with_tensors_scale_and_dtype(
     target: AdapterTarget, tmp_path: Path
 ) -> None:
-    """All ranks compute the same digest of an adapter, including ranks that hold none of the
-    adapted layers.
+    """All ranks compute the same digest for an adapter, including ranks that hold none of the
+    adapted layers. A change to the tensors, the scale or the dtype changes the digest.
     """
     made = some_factors(target)
     path = files.write_community(made, tmp_path / "a.safetensors")
@@ -318,8 +318,8 @@ def test_a_digest_changes_with_tensors_scale_and_dtype(
 def test_diffusers_converter_gives_the_same_modules(target: AdapterTarget) -> None:
     """The diffusers converter maps a complete adapter to the same modules as this package does.
 
-    This package parses the community's tensor names itself, because the diffusers converters refuse
-    adapters that cover only some layers and drop weight differences of norms.
+    This package parses community tensor names itself, because the diffusers converters refuse
+    adapters that contain only some of the layers, and drop the weight differences of norms.
     """
     layers = [f"blocks.0.{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo"]
     layers += ["blocks.0.ffn.0", "blocks.0.ffn.2"]

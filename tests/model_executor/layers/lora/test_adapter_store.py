@@ -53,7 +53,7 @@ def output_of(model: Model, store: AdapterStore, *choices: Lora) -> torch.Tensor
 
 
 def test_evicted_adapters_are_read_from_disk_again(paths: dict[str, Path]) -> None:
-    """Reading an evicted adapter from disk again yields the same weights. If its file has been
+    """An evicted adapter that is read from disk again has the same weights. If its file has been
     deleted, only the request that names the adapter fails.
     """
     model = Model()
@@ -71,8 +71,8 @@ def test_evicted_adapters_are_read_from_disk_again(paths: dict[str, Path]) -> No
 def test_an_overwritten_adapter_file_fails_only_the_request(
     paths: dict[str, Path],
 ) -> None:
-    """An adapter file that was truncated or replaced by another adapter's file is refused. Once the
-    original file is restored, the adapter can be used again.
+    """An adapter file that has been truncated or replaced by another adapter's file is rejected.
+    Once the original file is restored, the adapter can be used again.
     """
     model = Model()
     store = make_store(model, paths, max_loras=1, max_cpu_loras=1)
@@ -108,9 +108,9 @@ def test_an_adapter_loaded_in_place_takes_effect_at_the_next_chunk(
 
 
 def test_weights_and_addresses_have_separate_keys(paths: dict[str, Path], tmp_path: Path) -> None:
-    """A different scale, or another adapter with the same modules and rank, changes the weights but
-    not their addresses. A CUDA graph captured with one adapter can therefore be replayed for the
-    next adapter in the same slot.
+    """A different scale, or another adapter with the same modules and rank, changes the key of the
+    weights but not the key of their addresses. A CUDA graph captured with one adapter can therefore
+    be replayed for the next adapter in the same slot.
     """
     target = Model().adapter_targets()["transformer"]
     higher = files.factors(target, ["layer"], seed=9, rank=3)
@@ -151,8 +151,8 @@ def test_requests_that_cannot_be_served_are_refused(
 
 
 def test_an_adapter_in_its_slot_takes_the_scale_of_each_request(paths: dict[str, Path]) -> None:
-    """An adapter's effect is proportional to the scale of the request, and returning to a scale of
-    1 gives bit-identical results.
+    """An adapter's effect is proportional to the scale that the request sets. When the scale
+    returns to 1 after other scales, the results are bit-identical to the first ones.
     """
     model = Model()
     store = make_store(model, paths, max_loras=1)
@@ -185,8 +185,8 @@ def test_a_removed_adapter_is_refused_by_name(paths: dict[str, Path]) -> None:
 
 
 def test_skipped_tensors_are_listed_once_for_all_blocks() -> None:
-    """Skipped tensors are listed in a single log line, and tensor names from the file cannot insert
-    line breaks into it.
+    """Skipped tensors are listed in one log line, and tensor names from the file cannot insert line
+    breaks into that line.
     """
     names = [f"blocks.{n}.cross_attn.k_img.diff_b" for n in range(4)] + ["lora_te1\nx.alpha"]
     line = _skipped_line(names)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drives an `AbotWorld` through the `WorldDriver` interface."""
+"""Drives an `AbotWorld` model through the `WorldDriver` interface."""
 
 import torch
 from helpers.world_driver import WorldDriver, random_image
@@ -12,7 +12,7 @@ HEIGHT, WIDTH = 32, 64
 
 
 def references(*names: str) -> dict[str, torch.Tensor]:
-    """Return reference images as the tensors of a request."""
+    """Return reference images as a request's tensors."""
     return {image_tensor(name): random_image(10 + n) for n, name in enumerate(names)}
 
 

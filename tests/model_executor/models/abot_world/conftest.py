@@ -11,8 +11,8 @@ from vllm_omni.testing.tiny.abot_world import make_tiny
 
 @pytest.fixture(scope="session")
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Write one checkpoint of each layout into a folder named after the layout. Tests must not
-    change these checkpoints.
+    """Write one checkpoint per layout to a folder named after the layout. Tests must not change
+    these checkpoints.
     """
     found = {layout: tmp_path_factory.mktemp("abot") / layout for layout in LAYOUTS}
     for layout, folder in found.items():

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ABot-World with an adapter equals ABot-World with the adapter's weights merged. An adapter cannot
-change the model's built-in action adapter.
+"""ABot-World with a LoRA adapter gives the same results as ABot-World with the adapter merged into
+its weights. A LoRA adapter cannot change the model's built-in action adapter.
 """
 
 from pathlib import Path
@@ -17,8 +17,8 @@ from vllm_omni.model_executor.layers.lora.store import AdapterStore
 from vllm_omni.model_executor.models.abot_world.pipeline import AbotWorld
 
 TOLERANCE = 2e-4
-"""Tolerance for fp32 latents of magnitude 1 after two chunks, because merging weights changes the
-order of summation.
+"""Tolerance for fp32 latents of magnitude 1 after two chunks. Results are not bit-identical,
+because merging weights changes the order of summation.
 """
 INK = [Lora(name="ink")]
 
@@ -38,9 +38,9 @@ def walk(world: AbotWorld, store: AdapterStore, choices: list[list[Lora]]) -> li
 def test_an_adapter_of_every_layer_equals_merged_weights(
     layouts: dict[str, Path], tmp_path: Path
 ) -> None:
-    """An adapter that covers every layer, which also applies to the reference images, gives the
-    same output as weights with the adapter merged in. A later session without an adapter is
-    bit-identical to the base model.
+    """An adapter for every layer, which also applies to the reference images, gives the same
+    latents as weights with the adapter merged in. The latents of a later session without an adapter
+    are bit-identical to the base model's.
     """
     world = load_world(layouts["original"])
     made = every_layer(world.adapter_targets()["transformer"])
@@ -63,8 +63,8 @@ def test_an_adapter_of_every_layer_equals_merged_weights(
 def test_a_change_of_the_action_adapter_is_refused(
     layouts: dict[str, Path], tmp_path: Path
 ) -> None:
-    """An adapter that changes the action adapter is refused, because the action adapter's
-    convolutions are summed when they are loaded.
+    """A LoRA adapter that changes the action adapter is rejected, because the action adapter's
+    convolutions are summed at load time.
     """
     path = tmp_path / "keys.safetensors"
     files.save_file({"act_control_adapter.conv.diff": torch.ones(64, 8192, 2, 2)}, path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test of a session of 2,000 chunks, which re-bases its frame positions 25 times."""
+"""A test of a session of 2,000 chunks, which re-bases its frame positions 25 times."""
 
 from pathlib import Path
 
@@ -10,8 +10,9 @@ from abot_driver import load_world, open_session, run_chunk
 
 @pytest.mark.nightly
 def test_a_long_session_keeps_its_bytes_and_its_signal(layouts: dict[str, Path]) -> None:
-    """A session of 6,000 latent frames keeps its size in bytes, and its latents have the same
-    spread at the end as at the start. A fork taken halfway continues bit-identically.
+    """A session's size in bytes stays constant over 6,000 latent frames, and its latents have the
+    same spread at the end as at the start. A fork made halfway generates the same latents, bit for
+    bit, as the original session.
     """
     world = load_world(layouts["original"])
     session = open_session(world, output="latents")

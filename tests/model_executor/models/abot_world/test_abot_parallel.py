@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor, sequence and pipeline parallel runs give the same results as one rank (fp32, gloo, two
+"""Tensor-, sequence- and pipeline-parallel runs give the same results as one rank (fp32, gloo, two
 processes).
 """
 
@@ -22,18 +22,18 @@ from helpers.rank_processes import run_ranks
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 
 TOLERANCE = 1e-4
-"""Tolerance for five chunks in fp32, because splitting sums over ranks changes the order of
-summation.
+"""Tolerance for five chunks in fp32. Results are not bit-identical, because splitting sums across
+ranks changes the order of summation.
 """
 
 CHUNKS = [{"actions": [["w"], ["l"], ["a", "i"]]}, {"actions": [["s", "k"]] * 3}, {}, {}, {}]
 OPTIONS = {"positions": "window"}
-"""Options with which the positions of reference images change at every chunk."""
+"""Options that make the positions of reference images change at every chunk."""
 
 
 @pytest.fixture(scope="module")
 def one_rank(layouts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a file with the latents of `CHUNKS`, computed by one rank."""
+    """Return the path to a file with the latents of `CHUNKS`, computed on a single rank."""
     file = tmp_path_factory.mktemp("one_rank") / "latents.pt"
     torch.save(latents_of(load_world(layouts["original"], **OPTIONS), CHUNKS), file)
     return file
@@ -54,8 +54,9 @@ def _compare(
 def test_two_ranks_equal_one(
     layouts: dict[str, Path], one_rank: Path, sequence_parallel: bool, tmp_path: Path
 ) -> None:
-    """Two ranks equal one rank. The first chunk has 26 tokens, 20 of them from reference images, so
-    the second rank processes tokens of both reference images and frames.
+    """Two ranks give the same latents as one rank. The first chunk has 26 tokens, of which 20 come
+    from reference images, so the second rank processes tokens from both reference images and
+    frames.
     """
     rendezvous = str(tmp_path / "rendezvous")
     checkpoint = str(layouts["original"])
@@ -66,7 +67,7 @@ def test_two_ranks_equal_one(
 def test_two_pipeline_stages_equal_one(
     layouts: dict[str, Path], one_rank: Path, partition: tuple[int, ...]
 ) -> None:
-    """Two pipeline stages give bit-identical latents."""
+    """Two pipeline stages generate the same latents as one rank, bit for bit."""
     stages = [
         load_world(
             layouts["original"],
@@ -82,8 +83,8 @@ def test_two_pipeline_stages_equal_one(
 def test_a_decoder_on_its_own_stage_gives_the_same_frames(
     layouts: dict[str, Path], decoder: str
 ) -> None:
-    """A separate VAE stage gives bit-identical frames, although it stores neither reference images
-    nor a K/V window. Its position base follows that of the other stage.
+    """A separate VAE stage gives the same frames as one rank, bit for bit, although it stores
+    neither reference images nor a K/V window. Its position base follows the other stage's.
     """
     places = (None, ParallelContext(vae_stage=True), ParallelContext(stage=1, vae_stage=True))
     one, layers, vae = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni verify abot_world` passes on the recorded directories and detects damage to each kind
+"""`vllm-omni verify abot_world` passes for the recorded directories and detects damage to each kind
 of file.
 """
 
@@ -84,8 +84,8 @@ def test_a_changed_table_fails(tmp_path: Path) -> None:
 
 
 def test_another_recorded_rebase_limit_fails(tmp_path: Path) -> None:
-    """Verification fails if the recording used another re-base limit, because the recorded counters
-    include the frame with position 0.
+    """Verification fails if the recording used a different re-base limit, because the recorded
+    counters include the frame with position 0.
     """
     copy(tmp_path, ROLLOUT)
     meta = json.loads((tmp_path / "abot_meta.json").read_text())

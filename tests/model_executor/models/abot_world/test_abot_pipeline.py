@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An ABot-World session driven as the runner drives it: chunks, references, re-bases, snapshots,
-and isolation between sessions.
+"""Tests of an ABot-World session driven as the runner drives it: chunks, references, re-bases,
+snapshots, and isolation between sessions.
 """
 
 from pathlib import Path
@@ -39,7 +39,7 @@ def world(layouts: dict[str, Path]) -> AbotWorld:
 
 @pytest.fixture
 def near_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the re-base limit of frame positions to 13 instead of 256."""
+    """Set the frame position limit for re-basing to 13 instead of 256."""
     monkeypatch.setattr(pinned.next_base, "__defaults__", (13,))
 
 
@@ -78,8 +78,8 @@ def test_no_layer_runs_before_its_weights_are_fetched(layouts: dict[str, Path]) 
 
 
 def test_the_start_image_is_the_first_latent_frame(world: AbotWorld) -> None:
-    """The first frame of a session is decoded from the latents of its start image, whatever keys
-    are held.
+    """A session's first frame is decoded from the latents of its start image, whatever keys are
+    held.
     """
     ours, other = (latents_of(world, [{"actions": keys}]) for keys in (HELD, []))
     assert torch.equal(ours[:, :1], other[:, :1])
@@ -116,8 +116,8 @@ def test_references_change_later_chunks(world: AbotWorld) -> None:
 
 
 def test_missing_references_keep_their_tokens(layouts: dict[str, Path]) -> None:
-    """Five empty reference slots, whose tokens are masked, give a different result from a model
-    without slots, as in the original implementation.
+    """With five empty reference slots, whose tokens are masked, the latents differ from those of a
+    model without slots, as in the original implementation.
     """
     image = {"image": random_image()}
     results = []
@@ -131,8 +131,8 @@ def test_missing_references_keep_their_tokens(layouts: dict[str, Path]) -> None:
 
 
 def test_a_new_prompt_keeps_references_and_image(world: AbotWorld) -> None:
-    """A new prompt takes effect with the next chunk and leaves the latents of earlier frames
-    unchanged.
+    """A new prompt takes effect with the next chunk and does not change the latents of earlier
+    frames.
     """
     plain = latents_of(world, [{}] * 4)
     switched = latents_of(world, [{}, {}, {"prompt": "night"}, {}])
@@ -141,8 +141,8 @@ def test_a_new_prompt_keeps_references_and_image(world: AbotWorld) -> None:
 
 
 def test_keys_may_change_inside_a_chunk(world: AbotWorld) -> None:
-    """The keys held may change between the latent frames of a chunk, because actions have one entry
-    per latent frame.
+    """The held keys can change between a chunk's latent frames, because actions have one entry per
+    latent frame.
     """
     held, idle = (latents_of(world, [{"actions": keys}]) for keys in ([[], ["w"]], [[], []]))
     assert not torch.equal(held, idle)
@@ -152,8 +152,8 @@ def test_keys_may_change_inside_a_chunk(world: AbotWorld) -> None:
 
 
 def test_positions_relative_to_the_window_change_the_result(layouts: dict[str, Path]) -> None:
-    """Positions relative to the window give a different result as soon as the window has moved. The
-    only cause is the distance to the reference images.
+    """Positions relative to the window give different latents as soon as the window has moved. The
+    difference is due only to the changed distance to the reference images.
     """
     carried, moved = (
         latents_of(load_world(layouts["original"], positions=kind), [{}] * 5)
@@ -174,7 +174,7 @@ def test_positions_restart_at_the_oldest_visible_frame(world: AbotWorld) -> None
 
 def test_a_session_has_no_last_chunk(world: AbotWorld) -> None:
     """A session can run far beyond the length of every position table in the original
-    implementation, with a constant memory size.
+    implementation, and its memory size stays constant.
     """
     session = open_session(world, output="latents")
     run_chunk(world, session, output="latents")
@@ -191,8 +191,9 @@ def test_a_session_has_no_last_chunk(world: AbotWorld) -> None:
 
 
 def test_sessions_at_different_steps_in_one_batch_equal_solo_runs(world: AbotWorld) -> None:
-    """Sessions in a batch are bit-identical to solo runs. The sessions start at different times, so
-    first chunks with reference images are batched with later chunks.
+    """Batched sessions generate the same latents, bit for bit, as when each session runs alone. The
+    sessions start at different times, so first chunks with reference images are batched with later
+    chunks.
     """
     pairs, mixed = run_staggered(
         world,
@@ -248,8 +249,8 @@ def test_a_session_may_choose_a_shorter_window(world: AbotWorld) -> None:
 def test_a_growing_window_gives_the_same_results(
     layouts: dict[str, Path], kv_dtype: torch.dtype | None
 ) -> None:
-    """A growing window gives bit-identical results. Memory for reference images is allocated at the
-    start, and memory for frames as they are generated.
+    """A growing window gives the same results as a fixed window, bit for bit. Memory for reference
+    images is allocated at the start, and memory for frames as the frames are generated.
     """
     full, growing = (
         load_world(layouts["original"], kv_dtype=kv_dtype, omni={"kv_growth": grows})
@@ -264,7 +265,9 @@ def test_a_growing_window_gives_the_same_results(
 
 
 def test_a_chunk_may_have_fewer_steps_and_the_tiny_decoder(layouts: dict[str, Path]) -> None:
-    """In a session with Wan's decoder, one chunk may use both fewer steps and the tiny decoder."""
+    """In a session that uses Wan's decoder, a single chunk can use both fewer steps and the tiny
+    decoder.
+    """
     omni = {"scheduling": "deadline", "degradations": ["fewer_steps", "tiny_vae"]}
     world = load_world(layouts["original"], omni=omni, decoder="wan")
     session = open_session(world)
@@ -359,8 +362,8 @@ def test_unsupported_options_are_refused(
 
 @pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
 def test_a_parameter_without_effect_is_refused(world: AbotWorld, field: str) -> None:
-    """A request parameter that has no effect on the model is refused with an error that names
-    it.
+    """A request parameter that the model does not use is refused with an error that names the
+    parameter.
     """
     params = {field: IMAGE_AND_VIDEO_PARAMS[field]}
     reason = f"does not use {field}"

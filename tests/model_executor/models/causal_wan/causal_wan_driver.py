@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drives a `CausalWan` chunk by chunk in this process, as the runner does, without an engine."""
+"""Drives a `CausalWan` model chunk by chunk in this process, as the runner does, without an
+engine.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,14 +46,16 @@ def load_model(
 
 
 def check_refusals(checkpoint: Path, stages: int, **serving: Any) -> None:
-    """Run a server's startup checks on the `OmniConfig` options in `serving`, for `stages` pipeline
-    stages.
+    """Run a server's startup checks for `stages` pipeline stages with the `OmniConfig` options in
+    `serving`.
     """
     FAMILY.check_refusals(hf_config(checkpoint), OmniConfig(**serving), stages)
 
 
 def input_video(frames: range, speed: float = 1.0) -> torch.Tensor:
-    """Return a video of a pattern that moves `speed` pixels per frame, uint8 [T, H, W, 3]."""
+    """Return a video of a pattern that moves by `speed` pixels per frame. Shape: [T, H, W, 3],
+    uint8.
+    """
     t, y, x = torch.meshgrid(
         torch.tensor(frames), torch.arange(HEIGHT), torch.arange(WIDTH), indexing="ij"
     )
@@ -86,7 +90,7 @@ def open_session(model: CausalWan, session_id: str = "a", **params: Any) -> Sess
 
 
 def stream(model: CausalWan, chunks: int, **params: Any) -> list[torch.Tensor]:
-    """Return the latents of the first chunks of a new stream."""
+    """Return the latents of a new stream's first `chunks` chunks."""
     session = open_session(model, output="latents", **params)
     return [
         run_chunk(model, session, **{"prompt": "a beach", "output": "latents", **params})[1][

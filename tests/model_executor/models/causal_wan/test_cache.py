@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache mode determines which cached K/V a denoise step sees. In these tests, every K/V value
-encodes its frame and step.
+"""The cache mode determines which cached keys and values a denoise step sees. In these tests, the
+cached values encode the frame and the step that they belong to.
 """
 
 import pytest
@@ -28,7 +28,9 @@ def make_window(window: int, sink: int, spare: int = 0) -> KVWindow:
 
 
 def write(cache: ChunkCache, step: int, frames: range) -> None:
-    """Write f + s / 10 for every frame f at step s. The clean-context pass is step `STEPS`."""
+    """Write the value f + s / 10 for every frame f at step s. The clean-context pass is step
+    `STEPS`.
+    """
     values = torch.tensor([[[frame + step / 10]] for frame in frames])
     cache.at(step).write(0, frames, values, -values)
 
@@ -84,8 +86,8 @@ def test_the_strict_cache_shows_clean_chunks(plan: ChunkPlan) -> None:
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_the_noise_matched_cache_shows_each_step_its_own_noise_level(plan: ChunkPlan) -> None:
-    """Every step sees the first chunk at the noise level of the last step, and all other chunks at
-    the step's own noise level.
+    """Every step sees the first chunk at the last step's noise level, and all other chunks at its
+    own noise level.
     """
     windows = [make_window(plan.window_frames, plan.sink_frames) for _ in range(STEPS)]
     shown = run(ChunkCache.noise_matched(windows), plan, 8, STEPS)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal Wan configs in both key styles, options, chunk plans, and the stream metadata for
-endpoints.
+"""Tests of causal Wan's configs in both key styles, its options and chunk plans, and the stream
+metadata for endpoints.
 """
 
 from pathlib import Path

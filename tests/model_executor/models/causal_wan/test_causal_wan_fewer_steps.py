@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks with fewer denoise steps (`omni.degradations`): their results, and the models that support
-or refuse them.
+"""Tests of chunks with fewer denoise steps (`omni.degradations`): their latents, and which models
+support or refuse such chunks.
 """
 
 from pathlib import Path
@@ -40,8 +40,8 @@ def chunks(
 
 @pytest.mark.parametrize("source", ["text", "video"])
 def test_fewer_steps_equal_a_model_of_every_second_step(causal_wan: Path, source: str) -> None:
-    """A chunk with fewer steps is bit-identical to a chunk of a model that has only two of the four
-    denoise steps and the clean-context pass.
+    """A chunk with fewer steps is bit-identical to a chunk from a model that has only two of the
+    four denoise steps. Both run the clean-context pass.
     """
     full = load_model(causal_wan)
     half = load_model(

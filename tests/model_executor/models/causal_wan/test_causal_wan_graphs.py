@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streams with CUDA graphs are bit-identical to streams without them.
 
-On a CPU, a simulated "graph" reruns the forward pass with the host-side decisions made at capture,
-so an incomplete graph key changes the latents.
+On a CPU, a simulated "graph" reruns the forward pass with the host-side decisions made during
+capture, so an incomplete graph key would change the latents.
 """
 
 from pathlib import Path
@@ -60,11 +60,12 @@ OPTIONS: dict[str, tuple[dict[str, Any], int, int, int]] = {
 """For each test case:
 
 - the options;
-- the number of graphs per stream: ring positions (those while the ring fills and those after) times
-  kinds of pass;
-- the number of graphs that the first stream does not capture because it runs the pass only once;
-- the number of chunks after which a stream has reached every ring position at least twice since its
-  ring was full.
+- the number of graphs per stream: the number of ring positions (while the ring is filling and
+  afterwards) times the number of kinds of passes;
+- the number of graphs that the first stream does not capture, because it runs their passes only
+  once;
+- the number of chunks after which a stream has reached every ring position at least twice since
+  its ring became full.
 """
 each_option = pytest.mark.parametrize(
     ("options", "graphs", "once", "chunks"), OPTIONS.values(), ids=OPTIONS.keys()
@@ -75,8 +76,7 @@ def each_kv_dtype(*nightly: str) -> pytest.MarkDecorator:
     """Parametrize a test over K/V dtypes.
 
     Args:
-        nightly: Dtypes that are tested only nightly, because another test covers them at every
-            commit.
+        nightly: Dtypes tested only nightly, because another test checks them at every commit.
     """
     dtypes = {"plain K/V": None, "FP8 K/V": torch.float8_e4m3fn}
     marks = {name: [pytest.mark.nightly] for name in nightly}
@@ -96,7 +96,9 @@ def test_a_stream_with_graphs_equals_the_stream(
     chunks: int,
     kv_dtype: torch.dtype | None,
 ) -> None:
-    """Two concurrent streams with graphs equal the same streams without graphs."""
+    """Two concurrent streams that use graphs are bit-identical to the same streams without
+    graphs.
+    """
     expected = stream(load_model(causal_wan, kv_dtype=kv_dtype, **options), chunks)
     model = load_model(causal_wan, kv_dtype=kv_dtype, **options)
     model.transformer.graphs = ForwardGraphs(capture=hold)
@@ -118,8 +120,8 @@ def test_a_later_stream_reuses_the_graphs_of_an_earlier_one(
     chunks: int,
     kv_dtype: torch.dtype | None,
 ) -> None:
-    """A later stream with another prompt and seed reuses the memory of the closed stream and
-    replays its graphs from the first pass on. NaNs left in that memory have no effect.
+    """A later stream with another prompt and seed reuses a closed stream's memory and replays that
+    stream's graphs from the first pass on. NaNs left in that memory have no effect.
     """
     expected = stream(
         load_model(causal_wan, kv_dtype=kv_dtype, **options), chunks, prompt="a forest", seed=3
@@ -144,8 +146,8 @@ def test_a_later_stream_reuses_the_graphs_of_an_earlier_one(
 
 
 def test_a_fork_uses_graphs_of_its_own_memory(causal_wan: Path) -> None:
-    """A fork replays graphs that read the fork's own memory and prompt. One of the forks reuses the
-    memory of a closed stream.
+    """A fork replays graphs that read the fork's own memory and prompt. One of the forks reuses a
+    closed stream's memory.
     """
     ends = []
     for by_graphs in (False, True):
@@ -181,8 +183,8 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 def test_an_adapter_in_the_slot_of_another_reuses_its_graphs(
     causal_wan: Path, tmp_path: Path, device: str
 ) -> None:
-    """An adapter with the same modules and rank reuses the graphs of the previous adapter in its
-    slot. An adapter with a different rank requires new graphs.
+    """An adapter with the same modules and rank reuses the graphs captured for the previous adapter
+    in its slot. An adapter of a different rank requires new graphs.
     """
     ranks = {"ink": 4, "wool": 4, "silk": 2}
     paths = {
@@ -213,7 +215,7 @@ def test_an_adapter_in_the_slot_of_another_reuses_its_graphs(
 @pytest.mark.cuda
 @needs_cuda
 def test_cuda_graphs_equal_plain_launches(causal_wan: Path) -> None:
-    """A second stream replays the graphs of the first stream from its first pass on."""
+    """From its first pass on, a second stream replays the first stream's graphs."""
     options = {"window_frames": 9, "sink_frames": 3}
     with torch.device("cuda"):
         plain, by_graphs = (

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several chunks of one stream in flight, in a single process, are bit-identical to chunks that run
-one after another.
+"""When several chunks of a stream are in flight in one process, they are bit-identical to chunks
+that run one after another.
 """
 
 import random
@@ -66,7 +66,7 @@ CHUNKS = 9
 
 
 def chunk_params(index: int) -> dict[str, Any]:
-    """Return the parameters of a chunk. The prompt changes at the fifth chunk."""
+    """Return a chunk's parameters. The prompt changes at the fifth chunk."""
     return {
         "output": "latents",
         "prompt": {0: "a beach", 4: "a town at night"}.get(index),
@@ -84,7 +84,7 @@ def one_by_one(causal_wan: Path, kind: str) -> list[torch.Tensor]:
 
 
 class Flight:
-    """A stream that starts and steps its chunks in any order that `ChunkOrder` allows."""
+    """A stream that starts and steps its chunks in a random order that `ChunkOrder` allows."""
 
     def __init__(self, model: CausalWan, session: SessionState, limit: int, seed: int = 0) -> None:
         self.model, self.session = model, session
@@ -110,7 +110,7 @@ class Flight:
         self.most = max(self.most, len(self.in_flight))
 
     def advance(self, chunks: int) -> None:
-        """Start or step one randomly chosen chunk, and commit the oldest chunk when it is done."""
+        """Start or step one randomly chosen chunk. If the oldest chunk is done, commit it."""
         moves: list[int] = [index for index in range(len(self.in_flight)) if self.may_move(index)]
         if (
             self.may_move(len(self.in_flight))
@@ -143,8 +143,8 @@ def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_legal_order_gives_the_same_stream(causal_wan: Path, kind: str) -> None:
-    """Any legal order of chunks gives the same stream, even beyond the window length, after a
-    prompt switch, and with fewer or more chunks in flight than steps.
+    """Any legal chunk order gives the same stream. The test includes streams longer than the
+    window, a prompt switch, and both fewer and more chunks in flight than steps.
     """
     expected = one_by_one(causal_wan, kind)
     for limit, seed in ((2, 0), (5, 1)):
@@ -156,8 +156,8 @@ def test_any_legal_order_gives_the_same_stream(causal_wan: Path, kind: str) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_aborted_chunks_in_flight_leave_no_trace(causal_wan: Path, kind: str) -> None:
-    """Aborting random chunks with their successors and restarting them gives the same stream. An
-    abort does not change the session.
+    """If random chunks and their successors are aborted and restarted, the stream equals a stream
+    without aborts. An abort does not change the session.
     """
     expected = one_by_one(causal_wan, kind)
     model = load_model(causal_wan, serving={"chunks_in_flight": 4}, **KINDS[kind])
@@ -180,8 +180,8 @@ def test_aborted_chunks_in_flight_leave_no_trace(causal_wan: Path, kind: str) ->
 
 
 def test_input_video_continues_from_the_chunk_in_flight(causal_wan: Path) -> None:
-    """A chunk continues from the encoder cache, last frame and noise scale of the preceding chunk,
-    even if that chunk is not committed yet.
+    """A chunk continues from the preceding chunk's encoder cache, last frame and noise scale, even
+    if that chunk is not committed yet.
     """
     options = {**KINDS["chunks of three frames"], "window_frames": 6}
 
@@ -216,7 +216,7 @@ def test_input_video_continues_from_the_chunk_in_flight(causal_wan: Path) -> Non
 
 def test_bytes_equal_the_admitted_ones(causal_wan: Path) -> None:
     """A session allocates exactly the bytes admitted for it, including the ring slots for chunks in
-    flight. A stage that runs one denoise step allocates only the window of that step.
+    flight. A stage that runs only one denoise step allocates only that step's window.
     """
     for kind, options in KINDS.items():
         model = load_model(causal_wan, serving={"chunks_in_flight": 3}, **options)
@@ -247,8 +247,8 @@ def temporal_stages(causal_wan: Path, options: dict[str, Any], limit: int) -> li
 
 
 class Pipeline:
-    """Simulates the stages of a temporal pipeline. Every tick moves all chunks to their next stage.
-    The other stages commit a chunk after the last stage has committed it.
+    """Simulates the stages of a temporal pipeline. In each tick, every chunk moves to its next
+    stage. After the last stage has committed a chunk, the other stages commit it too.
     """
 
     def __init__(self, models: list[CausalWan]) -> None:
@@ -258,8 +258,8 @@ class Pipeline:
         ]
         self.sessions = [open_session(model, output="latents") for model in models]
         self.trips: list[list[DiffusionRequest]] = []
-        """Requests of the chunks in flight, oldest chunk first, with one request per stage that the
-        chunk has reached.
+        """Requests of the chunks in flight, oldest chunk first. Each chunk has one request per
+        stage that it has reached.
         """
         self.latents: dict[int, torch.Tensor] = {}
 
@@ -300,8 +300,8 @@ class Pipeline:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stage_for_every_step_gives_the_same_stream(causal_wan: Path, kind: str) -> None:
-    """A pipeline with one stage per step gives the same stream as a single process, even if all
-    chunks in flight are aborted once.
+    """A pipeline with one stage per step gives the same stream as one process, even if all chunks
+    in flight are aborted once.
     """
     expected = one_by_one(causal_wan, kind)
     pipeline = Pipeline(temporal_stages(causal_wan, KINDS[kind], STEPS))

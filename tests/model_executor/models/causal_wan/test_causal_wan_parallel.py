@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor and sequence parallel streams equal the stream of one rank, including renewed sinks (fp32,
-gloo).
+"""Streams generated with tensor or sequence parallelism equal the stream of a single rank, even if
+sinks are replaced (fp32, gloo).
 """
 
 from pathlib import Path
@@ -16,11 +16,13 @@ from helpers.rank_processes import run_ranks
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 
 TOLERANCE = 2e-4
-"""Tolerance for seven chunks in fp32, because splitting sums over ranks changes the order of
-summation.
+"""Tolerance for seven chunks in fp32. Results are not bit-identical, because splitting sums across
+ranks changes the order of summation.
 """
 GRAPH_CHUNKS = 14
-"""Enough chunks to fill a window of three chunks and to reach both ring positions several times."""
+"""Number of chunks: enough to fill a window of three chunks and then to reach both ring positions
+several times.
+"""
 OPTIONS: dict[str, Any] = {
     "latent_frames_per_chunk": 1,
     "window_frames": 4,
@@ -31,7 +33,7 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def one_rank(causal_wan: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a file with the latents of a stream computed by one rank."""
+    """Return the path to a file with the latents of a stream computed on a single rank."""
     file = tmp_path_factory.mktemp("one_rank") / "stream.pt"
     torch.save(stream(load_model(causal_wan, **OPTIONS), 7), file)
     return file
@@ -65,8 +67,8 @@ def test_heads_that_do_not_divide_are_refused(causal_wan: Path) -> None:
 
 
 def _compare_graphs(rank: int, rendezvous: str, causal_wan: str, sequence_parallel: bool) -> None:
-    """Compare two streams, one with graphs on both ranks and one with graphs on rank 0 only, with a
-    stream without graphs.
+    """Compare two streams with a stream without graphs: one with graphs on both ranks, and one with
+    graphs only on rank 0.
     """
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
@@ -93,8 +95,8 @@ def _compare_graphs(rank: int, rendezvous: str, causal_wan: str, sequence_parall
 def test_ranks_with_graphs_equal_ranks_without(
     sequence_parallel: bool, causal_wan: Path, tmp_path: Path
 ) -> None:
-    """Ranks with graphs are bit-identical to ranks without, even if only one rank uses graphs,
-    because the collectives run between graphs.
+    """Ranks that use graphs generate the same latents, bit for bit, as ranks that do not. This is
+    true even if only one rank uses graphs, because the collectives run between graphs.
     """
     run_ranks(
         _compare_graphs,

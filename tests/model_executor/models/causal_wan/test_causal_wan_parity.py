@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni verify causal_wan` passes on the recorded directory and detects damage to it."""
+"""`vllm-omni verify causal_wan` passes for the recorded directory and detects damage to it."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ def copy(directory: Path, *names: str) -> Path:
 
 
 def test_every_recorded_scenario_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    """The verify command passes on every recorded scenario."""
+    """The verify command passes for every recorded scenario."""
     with pytest.raises(SystemExit) as end:
         main(["verify", "causal_wan", "--golden", str(GOLDEN), "--json"])
     assert end.value.code == 0
@@ -70,9 +70,7 @@ def test_a_changed_stream_batch_fails(tensor: str, amount: float, tmp_path: Path
 
 
 def test_the_metadata_defines_the_window(tmp_path: Path) -> None:
-    """Verification fails if the metadata specifies another number of sinks than the recording
-    used.
-    """
+    """Verification fails if the metadata and the recording differ in the number of sinks."""
     copy(tmp_path, "sf_win9_sink3.safetensors")
     meta = json.loads((tmp_path / "sf_meta.json").read_text())
     meta["cases"]["sf_win9_sink3"]["sink_size"] = 2
@@ -89,8 +87,8 @@ def test_a_recording_without_its_metadata_fails(tmp_path: Path) -> None:
 
 
 def test_an_adaptive_stream_batch_is_refused(tmp_path: Path) -> None:
-    """A recorded batch of adaptive streams is refused, because the original compares its sinks with
-    slots that were never written, which this package does not reproduce.
+    """A recorded batch of adaptive streams is refused. The original implementation compares its
+    sinks with slots that were never written, and this package does not reproduce that comparison.
     """
     copy(tmp_path, "sdv2_stream_s2.safetensors", "sdv2_meta.json")
     (tmp_path / "sdv2_stream_s2.safetensors").rename(tmp_path / "sdv2_stream_s2_adapt.safetensors")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal Wan streams driven as the runner drives them: chunks, sessions, and isolation between
-sessions.
+"""Tests of causal Wan streams driven as the runner drives them: chunks, sessions, and isolation
+between sessions.
 """
 
 from pathlib import Path
@@ -53,7 +53,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def test_fused_ops_are_called_with_positional_arguments(causal_wan: Path) -> None:
     """Models pass all arguments of fused ops by position, because the CUDA wrapper that selects a
-    kernel accepts only positional arguments, in the same order as the plain op.
+    kernel accepts only positional arguments. Their order is that of the plain op.
     """
     expected = stream(load_model(causal_wan, **KINDS["strict"]), 2)
     model = load_model(causal_wan, **KINDS["strict"])
@@ -71,7 +71,9 @@ def test_fused_ops_are_called_with_positional_arguments(causal_wan: Path) -> Non
 
 @pytest.fixture(scope="module")
 def model(causal_wan: Path) -> CausalWan:
-    """Return a model with a window of 9 frames and 3 sinks, which is full after three chunks."""
+    """Return a model with a window of 9 frames and 3 sinks. The window is full after three
+    chunks.
+    """
     return load_model(causal_wan, **KINDS["strict"])
 
 
@@ -122,8 +124,8 @@ def test_seed_and_prompt_change_the_result(model: CausalWan, change: dict[str, A
 
 
 def test_a_batch_of_streams_equals_streams_alone(any_model: CausalWan) -> None:
-    """Two streams that share a forward pass at different denoise steps give the same latents as
-    each stream run separately.
+    """Two streams that share forward passes at different denoise steps give the same latents as
+    when each stream is run separately.
     """
     alone = stream(any_model, 3)
     first = open_session(any_model, "a", output="latents")
@@ -145,15 +147,15 @@ def test_a_batch_of_streams_equals_streams_alone(any_model: CausalWan) -> None:
                 finish(any_model, other)
                 other = make_request(second, output="latents")
                 any_model.prepare_encode(other)
-                step(any_model, [other])  # now at a different step from the first stream
+                step(any_model, [other])  # now at a different step than the first stream
         ours.append(finish(any_model, request)[1]["latents"])
     for x, y in zip(ours, alone, strict=True):
         torch.testing.assert_close(x, y, atol=2e-4, rtol=0)
 
 
 def test_an_abandoned_chunk_leaves_no_trace(any_model: CausalWan) -> None:
-    """A chunk may be abandoned at any step. The retried chunk equals that of a session that never
-    abandoned a chunk.
+    """A chunk can be abandoned at any step. The retried chunk equals the same chunk in a session
+    without abandoned chunks.
     """
     session, other = open_session(any_model), open_session(any_model, "b")
     for _ in range(5):
@@ -184,9 +186,7 @@ def test_a_fork_continues_identically_and_independently(any_model: CausalWan) ->
 
 
 def test_bytes_are_known_in_advance_and_constant(any_model: CausalWan) -> None:
-    """A session never holds more bytes than were admitted for it, including after a prompt
-    switch.
-    """
+    """A session never holds more bytes than were admitted for it, even after a prompt switch."""
     for source in ("text", "video"):
         params = DiffusionParams(session_id="a", prompt="a beach", options={"source": source})
         session = any_model.new_session(params)
@@ -231,8 +231,8 @@ def test_a_new_prompt_takes_effect_at_its_chunk(model: CausalWan) -> None:
 
 
 def test_a_new_prompt_recomputes_the_window(causal_wan: Path) -> None:
-    """As long as no frame has left the window, a stream whose window is recomputed equals a stream
-    with the new prompt from its first frame.
+    """As long as no frame has left the window, a stream with a recomputed window equals a stream
+    that had the new prompt from the start.
     """
     model = load_model(causal_wan, **KINDS["strict, recomputed by a new prompt"])
     switched, fresh = (
@@ -258,7 +258,7 @@ def test_a_chunk_with_a_new_prompt_first_recomputes_the_window(
     causal_wan: Path, chunks: int, recomputed: int
 ) -> None:
     """A chunk with a new prompt first runs one clean-context pass per chunk in the window. A chunk
-    with an unchanged prompt runs none.
+    with the same prompt as its predecessor runs none.
     """
     model = load_model(causal_wan, **KINDS["strict, recomputed by a new prompt"])
     session = open_session(model)
@@ -274,7 +274,7 @@ def test_a_chunk_with_a_new_prompt_first_recomputes_the_window(
 
 @pytest.mark.parametrize("sinks", [0, 2])
 def test_recomputation_does_not_see_later_slots(causal_wan: Path, sinks: int) -> None:
-    """When an older chunk is recomputed, later slots of the ring buffer have no effect on it."""
+    """When an older chunk is recomputed, later ring buffer slots have no effect on it."""
     options = {
         **KINDS["strict, recomputed by a new prompt"],
         "latent_frames_per_chunk": 2,
@@ -358,8 +358,8 @@ def test_global_attention_ends_when_its_buffer_is_full(causal_wan: Path) -> None
 
 @pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
 def test_a_parameter_without_effect_is_refused(model: CausalWan, field: str) -> None:
-    """A request parameter that has no effect on the model is refused with an error that names
-    it.
+    """A request parameter that the model does not use is refused with an error that names the
+    parameter.
     """
     session = open_session(model)
     with pytest.raises(RequestFailed, match=f"does not use {field}") as refused:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published causal Wan networks are recognised by their files and served with the window, sinks and
-steps that they were trained with.
+"""Published causal Wan networks are recognised by their files. Each is served with the window,
+sinks and steps that it was trained with.
 """
 
 import shutil
@@ -37,7 +37,7 @@ def components(tiny_checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def network(components: Path) -> Tensors:
-    """Return the EMA network under Wan's own tensor names."""
+    """Return the EMA network with Wan's own tensor names."""
     state = torch.load(components / SHIPPED, weights_only=True)["generator_ema"]
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}
 
@@ -65,7 +65,9 @@ def wrapped(network: Tensors, prefix: str = "model.") -> Tensors:
 
 
 def served(folder: Path, **options: Any) -> tuple[int, ...]:
-    """Return (chunk, window, sinks) in latent frames, as a server derives them from a directory."""
+    """Return the sizes of a chunk, the window and the sinks in latent frames, as a server derives
+    them from a directory.
+    """
     values = hf_config(folder)["causal_wan"]
     config = CausalWanConfig.from_checkpoint(values["transformer"])
     plan = resolve_plan(config, CausalWanOptions.of_checkpoint(values, options))
@@ -113,7 +115,7 @@ def test_a_release_is_recognised_by_its_file(
     network: Tensors,
     tmp_path: Path,
 ) -> None:
-    """Every release loads the same network, keeps its own settings, and has a name for `vllm-omni
+    """Every release loads the test's network, keeps its own settings, and has a name for `vllm-omni
     download`.
     """
     content = (
@@ -152,8 +154,8 @@ def test_a_config_takes_precedence_over_the_release(
 
 
 def lora_of(network: Tensors, rank: int = 4) -> tuple[Tensors, Tensors]:
-    """Return a LoRA for every linear layer of the blocks, with PEFT's tensor names, and the network
-    with that LoRA merged.
+    """Return a LoRA for every linear layer in the blocks, with PEFT's tensor names, and the network
+    with that LoRA merged in.
     """
     generator, lora, merged = torch.Generator().manual_seed(0), {}, dict(network)
     for name, weight in network.items():
@@ -169,8 +171,8 @@ def lora_of(network: Tensors, rank: int = 4) -> tuple[Tensors, Tensors]:
 def test_longlive_is_loaded_with_its_lora_merged(
     components: Path, network: Tensors, tmp_path: Path
 ) -> None:
-    """LongLive's LoRA is merged into the raw network rather than into its EMA, as in LongLive's own
-    code.
+    """LongLive's LoRA is merged into the raw network rather than into the EMA network, as in
+    LongLive's own code.
     """
     lora, merged = lora_of(network)
     average = {name: torch.zeros_like(tensor) for name, tensor in network.items()}
@@ -213,8 +215,8 @@ def test_longlive_without_its_lora_is_refused(
 def test_a_custom_checkpoint_is_recognised(
     wrapper: str | None, prefix: str, components: Path, network: Tensors, tmp_path: Path
 ) -> None:
-    """A single `.pt` file next to Wan's components is recognised, whatever its file name, its
-    top-level key and the prefix of its tensor names.
+    """A single `.pt` file next to Wan's components is recognised, whatever its file name, top-level
+    key and tensor name prefix.
     """
     state = wrapped(network, prefix)
     folder = directory(
@@ -250,9 +252,9 @@ def test_an_unknown_state_dict_is_refused_with_its_keys(
 def test_a_training_checkpoint_alone_is_recognised_by_its_tensors(
     network: Tensors, tmp_path: Path
 ) -> None:
-    """A directory with only a training checkpoint is recognised by its tensors, and loading it
-    reports the missing components. A file of another network is refused with a message that lists
-    its keys.
+    """A directory that contains only a training checkpoint is recognised by its tensors, and
+    loading it reports the missing components. Another network's file is rejected with a message
+    that lists its keys.
     """
     torch.save({"generator": wrapped(network)}, tmp_path / "mine.pt")
     assert detect_family(tmp_path).name == "causal_wan"

@@ -55,9 +55,9 @@ def start_image(seed: int = 0) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RecordedNoise:
-    """Replays the sequential random draws of Self-Forcing by (chunk, step).
+    """Replays Self-Forcing's sequential random samples by chunk and step.
 
-    The first `given` chunks have no draws.
+    The first `given` chunks have no random samples.
     """
 
     recorded: Mapping[str, torch.Tensor]
@@ -86,8 +86,8 @@ class RecordedPrompt(torch.nn.Module):
 def test_a_stream_continues_from_given_latents_as_self_forcing_does(
     causal_wan: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After two given chunks, three chunks generated with the recorded random draws are within 1e-5
-    of Self-Forcing's latents.
+    """After two given chunks, three chunks generated with the recorded random samples are within
+    1e-5 of Self-Forcing's latents.
     """
     recorded = load_file(GOLDEN / "sf_prefill_win6.safetensors")
     meta = json.loads((GOLDEN / "sf_meta.json").read_text())
@@ -129,8 +129,8 @@ def test_a_stream_continues_from_given_latents_as_self_forcing_does(
 
 
 def test_a_stream_starts_with_its_image(model: CausalWan) -> None:
-    """The latent of the start image is the first frame of the stream, and the first chunk generates
-    the frames after it.
+    """The start image's latent is the first frame of the stream, and the first chunk generates the
+    frames after it.
     """
     image = start_image()
     session = open_session(model, **LATENTS)
@@ -154,7 +154,7 @@ def test_a_stream_starts_with_its_image(model: CausalWan) -> None:
 
 def test_the_frames_after_an_image_are_one_chunk(model: CausalWan) -> None:
     """A chunk with a start image first runs the image at timestep 0, then denoises two frames that
-    attend to it, and finally runs their clean-context pass. Later chunks have the regular length.
+    attend to it, and finally runs their clean-context pass. Later chunks have the normal length.
     """
     session = open_session(model, **LATENTS)
     request = make_request(session, {"image": start_image()}, prompt="a beach", **LATENTS)
@@ -174,8 +174,8 @@ def test_the_frames_after_an_image_are_one_chunk(model: CausalWan) -> None:
 
 
 def test_an_image_gives_the_same_stream_in_a_batch_and_after_a_fork(model: CausalWan) -> None:
-    """A stream with a start image is bit-identical when it is batched with streams without images,
-    and after a fork.
+    """A stream with a start image gives bit-identical latents when it is batched with streams
+    without images, and after a fork.
     """
     alone = open_session(model, "alone", **LATENTS)
     first = run_chunk(model, alone, {"image": start_image()}, prompt="a beach", **LATENTS)[1][
@@ -257,9 +257,9 @@ def test_invalid_images_and_latents_are_refused(
 def test_a_server_without_image_support_refuses_with_the_reason(
     options: dict[str, Any], params: dict[str, Any], message: str, causal_wan: Path
 ) -> None:
-    """If the options of the server or the session do not support start images, a start image is
-    refused with the reason. The tasks that the model announces to `/v1/videos` include
-    `image_to_video` only if the server's options support start images.
+    """If the options of the server or of the session rule out start images, a start image is
+    refused with the reason. The model announces the task `image_to_video` to `/v1/videos` only if
+    the server's options allow start images.
     """
     served = load_model(causal_wan, **options)
     session = open_session(served, **params)
@@ -275,8 +275,8 @@ def test_a_server_without_image_support_refuses_with_the_reason(
 
 
 def test_a_session_may_return_frames_and_latents(model: CausalWan) -> None:
-    """Output `both` gives the same frames and latents as requesting each separately. The first
-    chunk of a session fixes its output type.
+    """The `both` output type gives the same frames and latents as separate requests for frames and
+    for latents. A session's first chunk fixes the session's output type.
     """
     session = open_session(model, output="both")
     both = run_chunk(model, session, prompt="a beach", output="both")[1]

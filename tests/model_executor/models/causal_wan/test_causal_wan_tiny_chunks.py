@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks decoded by the tiny decoder (the `tiny_vae` entry of `omni.degradations`): frames, session
-memory, and supported models.
+"""Tests of chunks decoded by the tiny decoder (the `tiny_vae` entry of `omni.degradations`):
+frames, session memory, and supported models.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ def model(causal_wan: Path) -> CausalWan:
 def start(
     model: CausalWan, session: SessionState, degraded: bool, **params: Any
 ) -> DiffusionRequest:
-    """Run a chunk up to, but not including, its decoding."""
+    """Run a chunk up to, but not including, the decode."""
     tensors = params.pop("tensors", None)
     request = make_request(session, tensors, **{"prompt": "a beach", **params})
     request.degradations = ("tiny_vae",) if degraded else ()
@@ -86,8 +86,8 @@ def test_degraded_frames_are_decoded_by_the_tiny_decoder(
 
 
 def test_a_stream_without_degraded_chunks_is_unchanged(causal_wan: Path, model: CausalWan) -> None:
-    """Unless a chunk is degraded, enabling the degradation leaves the frames bit-identical. It
-    reserves memory for 8 more latent frames per stream.
+    """If no chunk is degraded, enabling the degradation leaves the frames bit-identical, although
+    it reserves memory for 8 more latent frames per stream.
     """
     plain = load_model(causal_wan)
     for ours, theirs in zip(run(model, ())[0], run(plain, ())[0], strict=True):
@@ -102,7 +102,7 @@ def test_bytes_are_constant_and_an_abandoned_chunk_and_a_fork_leave_no_trace(
     model: CausalWan,
 ) -> None:
     """A session's size in bytes is constant, and abandoned chunks and forks leave no trace,
-    whichever decoder the preceding, aborted and next chunks use.
+    whichever decoder each chunk uses.
     """
     session = open_session(model)
     admitted = session.nbytes
@@ -128,7 +128,7 @@ def test_bytes_are_constant_and_an_abandoned_chunk_and_a_fork_leave_no_trace(
 
 
 def test_a_stream_of_latents_is_not_degraded(model: CausalWan) -> None:
-    """A stream that outputs latents skips decoding anyway, so its result reports no degradation."""
+    """A stream that outputs latents skips decoding anyway, so its results report no degradation."""
     session = open_session(model, output="latents")
     request = start(model, session, True, output="latents")
     finish(model, request)
@@ -157,8 +157,8 @@ def test_a_vae_stage_switches_decoders_too(causal_wan: Path, model: CausalWan) -
 def test_missing_weights_of_the_tiny_decoder_are_refused_at_start(
     causal_wan: Path,
 ) -> None:
-    """If the weights of the tiny decoder are missing, every rank refuses to start, including ranks
-    that do not decode.
+    """If the tiny decoder's weights are missing, every rank refuses to start, including ranks that
+    do not decode.
     """
     layout = dataclasses.replace(find_layout(causal_wan), tiny_vae=None)
     for parallel in (ParallelContext(), ParallelContext(vae_stage=True)):

@@ -38,9 +38,9 @@ PROMPTS = ("a beach", None, "a town at night", None)
 def test_frames_equal_those_of_one_rank(
     causal_wan: Path, source: str, options: dict[str, Any]
 ) -> None:
-    """A separate VAE stage gives the same frames as one rank: after a prompt switch, with and
-    without a clean-context pass, and for input video, which only the rank with transformer layers
-    encodes.
+    """A separate VAE stage gives the same frames as one rank. The test cases include a prompt
+    switch, runs with and without a clean-context pass, and input video, which only the rank with
+    transformer layers encodes.
     """
     one = load_model(causal_wan, **WINDOW, **options)
     layers = load_model(causal_wan, ParallelContext(vae_stage=True), **WINDOW, **options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Video-to-video streams: input frames per chunk, and the noise scale of each chunk."""
+"""Tests of video-to-video streams: input frames per chunk, and the noise scale of each chunk."""
 
 import math
 from pathlib import Path
@@ -65,7 +65,7 @@ def test_a_stream_takes_5_then_4_frames_and_returns_as_many(model: CausalWan) ->
 
 
 def test_faster_motion_gets_less_noise(model: CausalWan) -> None:
-    """Static input gets a noise scale of 0.8, and the noise scale approaches 0.7 for fast input."""
+    """The noise scale is 0.8 for static input and approaches 0.7 for fast input."""
     still, _ = repaint(model, [0.0] * 4)
     fast, _ = repaint(model, [8.0] * 4)
     assert still == pytest.approx([0.8] * 4)
@@ -73,7 +73,9 @@ def test_faster_motion_gets_less_noise(model: CausalWan) -> None:
 
 
 def test_motion_is_the_largest_difference_of_successive_frames() -> None:
-    """The motion of a clip equals its formula, evaluated frame by frame on pixels in [-1, 1]."""
+    """A clip's motion equals the value of the formula, evaluated frame by frame on pixels in [-1,
+    1].
+    """
     generator = torch.Generator().manual_seed(0)
     frames = torch.randint(100, 120, (5, 8, 6, 3), dtype=torch.uint8, generator=generator)
     clip = frames.double() / 127.5 - 1

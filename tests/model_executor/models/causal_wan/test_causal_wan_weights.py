@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weight tables of causal Wan cover every tensor at both sizes and in both naming styles, and
+"""Causal Wan's weight tables contain every tensor for both model sizes and both naming styles, and
 loading is strict.
 """
 
@@ -57,8 +57,8 @@ def test_full_size_models_match_the_table(size: str) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_diffusers_names_and_shapes_map_one_to_one(size: str) -> None:
-    """The renamed tensors of diffusers' transformer are exactly the tensors in the weight table of
-    each size.
+    """For each size, the renamed tensors of diffusers' transformer are exactly the tensors in the
+    weight table.
     """
     config, *_ = SIZES[size]
     with torch.device("meta"):
@@ -96,8 +96,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_every_layout_loads_the_same_model(checkpoints: dict[str, Path]) -> None:
-    """Every layout loads the same model. Self-Forcing's file contains two networks, of which the
-    EMA network is loaded.
+    """Every layout loads the same model. Self-Forcing's file contains two networks, and the EMA
+    network is loaded.
     """
     expected = weights(checkpoints["original"])
     for folder in checkpoints.values():

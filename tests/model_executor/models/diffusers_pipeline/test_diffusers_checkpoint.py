@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems with a pipeline directory are reported in one line before any weights are read."""
+"""Problems with a diffusers pipeline directory are reported in one line before any weights are
+read.
+"""
 
 import json
 import shutil
@@ -34,7 +36,7 @@ def sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def broken(sd3: Path, tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that copies the directory and applies `change` to the index of the copy."""
+    """Return a function that copies the directory and applies `change` to the copy's index."""
 
     def make(change: Callable[[dict[str, Any]], None] = lambda index: None) -> Path:
         copy = tmp_path / "copy"
@@ -63,8 +65,8 @@ def test_a_pipeline_directory_is_detected_after_all_other_families(sd3: Path) ->
 def test_an_explicit_executor_takes_precedence_over_a_model_of_this_package(
     tmp_path: Path, null_world: Path
 ) -> None:
-    """A Wan directory is served by `wan2_2` on a worker, or by diffusers' own pipeline if the user
-    selects the diffusers executor explicitly.
+    """By default, the `wan2_2` model serves a Wan directory on a worker. If the user explicitly
+    selects the diffusers executor, diffusers' own pipeline serves it.
     """
     FAMILY.make_tiny(tmp_path, 0, "wan")
     assert detect_family(tmp_path).name == "wan2_2"
@@ -88,8 +90,8 @@ def test_other_directories_are_not_detected(tmp_path: Path, null_world: Path) ->
 
 
 def test_an_unknown_pipeline_class_is_refused(broken: Callable[..., Path]) -> None:
-    """A pipeline class that does not exist in diffusers is refused, and so is a diffusers class
-    that is not a pipeline.
+    """A pipeline class that does not exist in diffusers is rejected. A diffusers class that is not
+    a pipeline is rejected too.
     """
     for name in ("HyperPipeline", "AutoencoderKL"):
         path = broken(lambda index, name=name: index.update(_class_name=name))
@@ -99,8 +101,8 @@ def test_an_unknown_pipeline_class_is_refused(broken: Callable[..., Path]) -> No
 
 
 def test_a_missing_component_is_refused_unless_left_out(broken: Callable[..., Path]) -> None:
-    """A component that the index lists but the directory lacks is refused, unless `without` leaves
-    it out.
+    """A component that is listed in the index but missing from the directory is an error, unless
+    `without` omits it.
     """
     path = broken()
     shutil.rmtree(path / "text_encoder_3")
@@ -110,8 +112,8 @@ def test_a_missing_component_is_refused_unless_left_out(broken: Callable[..., Pa
 
 
 def test_missing_and_pickled_weights(broken: Callable[..., Path]) -> None:
-    """A component is refused if it has no weights or only pickled weights, or if a shard is
-    missing.
+    """A component is rejected if it has no weights, if it has only pickled weights, or if a shard
+    is missing.
     """
     path = broken()
     file = path / "transformer" / "diffusion_pytorch_model.safetensors"
@@ -129,8 +131,8 @@ def test_missing_and_pickled_weights(broken: Callable[..., Path]) -> None:
 
 
 def test_download_refuses_the_family() -> None:
-    """`vllm-omni download diffusers_pipeline` is refused, because the family has no released
-    weights.
+    """`vllm-omni download diffusers_pipeline` fails, because this family has no released weights to
+    download.
     """
     with pytest.raises(ValueError, match="no released weights"):
         hub_source("diffusers_pipeline")
@@ -148,13 +150,13 @@ def test_download_refuses_the_family() -> None:
     ],
 )
 def test_wrong_options_are_refused(sd3: Path, model: dict[str, Any], words: str) -> None:
-    """Invalid options are refused with an error message that names the wrong key or value."""
+    """Invalid options are rejected with an error that names the wrong key or value."""
     with pytest.raises(ValueError, match=words):
         check(sd3, **model)
 
 
 def test_the_default_dtype_is_that_of_the_denoiser(broken: Callable[..., Path]) -> None:
-    """The default dtype is read from the header of the denoiser's weight file. `--dtype` overrides
+    """The default dtype is read from the header of the denoiser's weights file. `--dtype` overrides
     it.
     """
     path = broken()
@@ -168,8 +170,8 @@ def test_the_default_dtype_is_that_of_the_denoiser(broken: Callable[..., Path]) 
 
 
 def test_serve_plan_chooses_the_executor(sd3: Path) -> None:
-    """`vllm serve DIR --omni` selects the executor instead of a worker and refuses flags that need
-    workers.
+    """`vllm serve DIR --omni` selects the executor rather than a worker class, and rejects flags
+    that require workers.
     """
     planned = plan([str(sd3), "--port", "0"], {}, [])
     assert planned.argv[planned.argv.index("--distributed-executor-backend") + 1] == EXECUTOR

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drives a `DreamXWorld` through the `WorldDriver` interface."""
+"""Drives a `DreamXWorld` model through the `WorldDriver` interface."""
 
 from helpers.world_driver import WorldDriver, random_image
 

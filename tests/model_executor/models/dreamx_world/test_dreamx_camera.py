@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and poses are converted to the matrices of the camera branch over several chunks, and
-invalid poses are refused.
+"""Keys and poses are converted to the camera branch's matrices across several chunks, and invalid
+poses are refused.
 """
 
 import math
@@ -40,7 +40,7 @@ def read(
 
 
 def path(num_frames: int, turn: float = 2.0) -> torch.Tensor:
-    """Return the poses of a camera that turns and moves, one per video frame."""
+    """Return the poses of a camera that turns and moves. There is one pose per video frame."""
     poses = torch.eye(4, dtype=torch.float64).repeat(num_frames, 1, 1)
     poses[:, :3, :3] = rotation(1, turn * torch.arange(num_frames).double())
     poses[:, 2, 3] = 0.1 * torch.arange(num_frames).double()
@@ -48,7 +48,7 @@ def path(num_frames: int, turn: float = 2.0) -> torch.Tensor:
 
 
 def test_a_held_key_moves_the_camera_in_every_video_frame() -> None:
-    """A held key moves the camera from the first frame on. The latents of the first chunk
+    """A held key moves the camera from the first frame on. The first chunk's latent frames
     correspond to video frames 0, 1 and 5.
     """
     camera = read(0, None, actions=[["w"]] * 3)
@@ -63,13 +63,13 @@ def test_a_held_key_moves_the_camera_in_every_video_frame() -> None:
 
 
 def inverse_projection(camera: ChunkCamera) -> torch.Tensor:
-    """Return the view matrices of a chunk: its projections without the focal lengths."""
+    """Return a chunk's view matrices, which are its projections without the focal lengths."""
     scale = torch.tensor([FX, FY, 1.0, 1.0])
     return camera.matrices_2F44[0] / scale[:, None]
 
 
 def test_a_new_key_shows_in_the_next_chunks_first_latent() -> None:
-    """The first latent of the next chunk covers four camera updates: three with the old keys and
+    """The next chunk's first latent frame includes four camera updates: three with the old keys and
     one with the new key.
     """
     first = read(0, None, actions=[["l"]] * 3)
@@ -116,8 +116,9 @@ def test_intrinsics_replace_the_trained_focal_lengths() -> None:
 
 
 def test_the_camera_of_a_long_session_stays_a_rotation() -> None:
-    """After two thousand chunks of keys, the camera is far from the origin but its rotation matrix
-    is still valid. Relative matrices keep their precision, because they relate neighbouring poses.
+    """After two thousand chunks with held keys, the camera is far from the origin, but its rotation
+    matrix is still valid. Relative matrices keep their precision, because they relate neighbouring
+    poses.
     """
     state = read(0, None, actions=[["w", "l", "i"]] * 3).after
     first = None

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts, configs and tensors of DreamX-World checkpoints, including the released size and damaged
-files.
+"""Tests of the layouts, configs and tensors of DreamX-World checkpoints, including the released
+size and damaged files.
 """
 
 import json
@@ -58,8 +58,8 @@ def test_each_layout_is_found(layouts: dict[str, Path], layout: str) -> None:
 
 
 def test_sizes_come_from_the_tensors_without_a_config(tmp_path: Path) -> None:
-    """The released directory has no config, so sizes are derived from the tensors, assuming 128
-    channels per head.
+    """The released directory has no config, so sizes are derived from the tensors on the assumption
+    of 128 channels per head.
     """
     config = DreamXConfig(
         dim=256,

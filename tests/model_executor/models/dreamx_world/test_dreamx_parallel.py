@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor, sequence and pipeline parallel runs give the same results as one rank (fp32, gloo, two
-processes), and adapters equal merged weights.
+"""Tensor-, sequence- and pipeline-parallel runs give the same results as one rank (fp32, gloo, two
+processes). Adapters give the same results as merged weights.
 """
 
 from pathlib import Path
@@ -21,8 +21,8 @@ from vllm_omni.model_executor.layers.lora.store import AdapterStore
 from vllm_omni.model_executor.models.dreamx_world.pipeline import DreamXWorld
 
 TOLERANCE = 1e-4
-"""Tolerance for three chunks in fp32, because splitting sums over ranks changes the order of
-summation.
+"""Tolerance for three chunks in fp32. Results are not bit-identical, because splitting sums across
+ranks changes the order of summation.
 """
 CHUNKS = [{"actions": [["w"], ["l"], ["a", "i"]]}, {"actions": [["s", "k"]] * 3}, {}]
 OPTIONS: dict[str, Any] = {"window_frames": 6, "sink_frames": 3}
@@ -36,7 +36,7 @@ def checkpoint(layouts: dict[str, Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def one_rank(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a file with the latents of `CHUNKS`, computed by one rank."""
+    """Return the path to a file with the latents of `CHUNKS`, computed on a single rank."""
     file = tmp_path_factory.mktemp("one_rank") / "latents.pt"
     torch.save(latents_of(load_world(checkpoint, **OPTIONS), CHUNKS), file)
     return file
@@ -57,9 +57,9 @@ def _compare(
 def test_two_ranks_equal_one(
     checkpoint: Path, one_rank: Path, sequence_parallel: bool, tmp_path: Path
 ) -> None:
-    """Two ranks that share 18 tokens and 4 heads equal one rank. The tokens are split within the
-    second latent frame, and the camera branch sums its norm over both ranks. With Ulysses, the
-    camera branch uses all-to-all too.
+    """Two ranks that share 18 tokens and 4 heads give the same latents as one rank. The split
+    between the ranks falls within the second latent frame, and the camera branch sums its norm
+    across both ranks. With Ulysses, the camera branch also uses all-to-all.
     """
     arguments = (str(tmp_path / "rendezvous"), str(checkpoint), str(one_rank), sequence_parallel)
     run_ranks(_compare, arguments, 2)
@@ -69,8 +69,8 @@ def test_two_ranks_equal_one(
 def test_two_pipeline_stages_equal_one(
     checkpoint: Path, one_rank: Path, partition: tuple[int, ...]
 ) -> None:
-    """Two pipeline stages give bit-identical latents. The third of the four blocks has no camera
-    branch.
+    """Two pipeline stages generate the same latents as one rank, bit for bit. The third of the four
+    blocks has no camera branch.
     """
     stages = [
         load_world(
@@ -102,9 +102,9 @@ def walk(world: DreamXWorld, store: AdapterStore, choices: list[list[Lora]]) -> 
 
 
 def test_an_adapter_of_every_layer_equals_merged_weights(checkpoint: Path, tmp_path: Path) -> None:
-    """An adapter that covers every layer, including the camera branch, gives the same output as
-    weights with the adapter merged in. A later session without the adapter is bit-identical to the
-    base model.
+    """An adapter for every layer, including the camera branch, gives the same latents as weights
+    with the adapter merged in. The latents of a later session without the adapter are bit-identical
+    to the base model's.
     """
     world = load_world(checkpoint)
     target = world.adapter_targets()["transformer"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni verify dreamx_world` passes on the recorded directories and detects damage to each
+"""`vllm-omni verify dreamx_world` passes for the recorded directories and detects damage to each
 kind of file.
 """
 
@@ -28,7 +28,7 @@ def test_the_recorded_subset_passes() -> None:
 
 
 def test_every_recorded_scenario_passes() -> None:
-    """Every scenario of the full recorded set passes, if the set is present."""
+    """If the full recorded set is present, each of its scenarios passes."""
     folder = shared_golden("dreamx_world_5b")
     report = verify(folder)
     assert report.ok, report.to_text()

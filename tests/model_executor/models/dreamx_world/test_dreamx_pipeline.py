@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A DreamX-World session driven as the runner drives it: chunks, snapshots, and isolation between
-sessions.
+"""Tests of a DreamX-World session driven as the runner drives it: chunks, snapshots, and isolation
+between sessions.
 """
 
 from pathlib import Path
@@ -45,7 +45,7 @@ def world(layouts: dict[str, Path]) -> DreamXWorld:
 
 @pytest.fixture(scope="module")
 def short(layouts: dict[str, Path]) -> DreamXWorld:
-    """Return a model with a short window, so that frames start to leave it at the third chunk."""
+    """Return a model with a short window, which frames start to leave at the third chunk."""
     return load_world(layouts["original"], window_frames=6, sink_frames=2)
 
 
@@ -153,8 +153,9 @@ def test_a_vae_stage_decodes_and_corrects_as_one_rank(
 
 
 def test_sessions_at_different_steps_in_one_batch_equal_solo_runs(short: DreamXWorld) -> None:
-    """Sessions in a batch are bit-identical to solo runs. Three sessions start at different times,
-    so every batch mixes denoise steps and chunks with and without an image.
+    """Batched sessions generate the same latents, bit for bit, as when each session runs alone.
+    Three sessions start at different times, so every batch mixes denoise steps, and chunks with and
+    without an image.
     """
     pairs, mixed = run_staggered(
         short,
@@ -198,8 +199,8 @@ def test_a_session_moves_to_the_host_and_back(short: DreamXWorld) -> None:
 
 
 def test_a_far_chunk_depends_only_on_the_frames_that_it_sees(short: DreamXWorld) -> None:
-    """A chunk has the same flow as the same chunk a million latent frames later. Positions beyond
-    the end of every table are valid, because only their differences matter.
+    """A chunk has the same flow if it is moved a million latent frames ahead. Positions beyond the
+    end of every table are valid, because only the differences between positions matter.
     """
     near = open_session(short, output="latents")
     for _ in range(4):
@@ -210,7 +211,9 @@ def test_a_far_chunk_depends_only_on_the_frames_that_it_sees(short: DreamXWorld)
 
 
 def flow_of(world: DreamXWorld, session: DreamXSession) -> torch.Tensor:
-    """Return the flow of the first step of a session's next chunk, computed from fixed latents."""
+    """Return the flow at the first step of the session's next chunk, computed from fixed
+    latents.
+    """
     request = make_request(session, output="latents", actions=HELD)
     world.prepare_encode(request)
     request.work.latents = torch.linspace(-1, 1, request.work.latents.numel()).view_as(
@@ -220,8 +223,8 @@ def flow_of(world: DreamXWorld, session: DreamXSession) -> torch.Tensor:
 
 
 def continue_later(world: DreamXWorld, session: DreamXSession, chunks: int) -> None:
-    """Move a session `chunks` chunks ahead without changing the visible frames, and rotate the keys
-    of these frames to their new positions.
+    """Move a session ahead by `chunks` chunks without changing the visible frames, and rotate these
+    frames' keys to their new positions.
     """
     window, frames = session.window, 3 * chunks
     grid, size = (HEIGHT // 32, WIDTH // 32), window.tokens_per_frame
@@ -246,7 +249,7 @@ def continue_later(world: DreamXWorld, session: DreamXSession, chunks: int) -> N
 @pytest.mark.parametrize("chunks", [40, pytest.param(2000, marks=pytest.mark.nightly)])
 def test_a_long_session_holds_constant_bytes(layouts: dict[str, Path], chunks: int) -> None:
     """A long session has finite latents and a constant memory size, and a snapshot taken halfway
-    continues bit-identically.
+    continues with bit-identical latents.
     """
     world = load_world(layouts["original"], window_frames=6, max_steps=1)
     session = open_session(world, output="latents")
@@ -299,8 +302,8 @@ def test_a_first_chunk_needs_an_image(world: DreamXWorld) -> None:
 def test_more_sinks_than_the_first_chunk_are_refused(
     world: DreamXWorld, layouts: dict[str, Path]
 ) -> None:
-    """More sinks than frames in the first chunk are refused, both in the server's options and in a
-    session's parameters.
+    """The number of sinks must not exceed the number of frames in the first chunk. Larger numbers
+    are refused, both in the server's options and in a session's parameters.
     """
     with pytest.raises(ValueError, match="at most the length of the first chunk, 3"):
         load_world(layouts["original"], sink_frames=4)
@@ -310,8 +313,8 @@ def test_more_sinks_than_the_first_chunk_are_refused(
 
 @pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
 def test_a_parameter_without_effect_is_refused(world: DreamXWorld, field: str) -> None:
-    """A request parameter that has no effect on the model is refused with an error that names
-    it.
+    """A request parameter that the model does not use is refused with an error that names the
+    parameter.
     """
     params = {field: IMAGE_AND_VIDEO_PARAMS[field]}
     reason = f"does not use {field}"

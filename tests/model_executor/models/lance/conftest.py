@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixture that writes a tiny Lance checkpoint once."""
+"""A fixture that writes a tiny Lance checkpoint once."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drives a `Lance` in this process, as the runner does, without an engine."""
+"""Drives a `Lance` model in this process, as the runner does, without an engine."""
 
 import itertools
 from collections.abc import Mapping
@@ -81,11 +81,13 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {
         {"video": clip()},
     ),
 }
-"""Parameters and tensors of a small request for each task."""
+"""Parameters and tensors of one small request per task."""
 
 
 def request_of(task: str, **changes: Any) -> DiffusionRequest:
-    """Return the request in `REQUESTS` for a task, without a session."""
+    """Return the request for `task` from `REQUESTS`, with the parameters in `changes` and without a
+    session.
+    """
     fields, tensors = REQUESTS[task]
     return make_request({**fields, **changes}, tensors)
 
@@ -106,7 +108,7 @@ def prepare(lance: Lance, request: DiffusionRequest, session: SessionState | Non
 
 
 def run(lance: Lance, request: DiffusionRequest, session: SessionState | None = None) -> Result:
-    """Run one request from start to end on its own."""
+    """Run one request to completion on its own."""
     prepare(lance, request, session)
     while request.step < request.num_steps:
         step(lance, [request])

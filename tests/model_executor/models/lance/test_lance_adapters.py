@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance adapters with PEFT's tensor names equal merged weights in both experts."""
+"""Lance adapters with PEFT's tensor names give the same results as merging them into the weights of
+both experts.
+"""
 
 from pathlib import Path
 
@@ -30,8 +32,9 @@ def image(lance: Lance, store: AdapterStore, lora: list[Lora]) -> torch.Tensor:
 
 
 def test_an_image_with_an_adapter_equals_merged_weights(checkpoint: Path, tmp_path: Path) -> None:
-    """An image with an adapter equals one with merged weights. The adapter covers every attention
-    and feed-forward layer of both experts, the latent projections and the time layers.
+    """An image generated with an adapter equals an image generated with merged weights. The adapter
+    changes every attention and feed-forward layer of both experts, the latent projections and the
+    time layers.
     """
     lance = load_lance(checkpoint)
     target = lance.adapter_targets()["transformer"]
@@ -48,8 +51,8 @@ def test_an_image_with_an_adapter_equals_merged_weights(checkpoint: Path, tmp_pa
 
 
 def test_adapters_of_the_vocabulary_are_refused(checkpoint: Path, tmp_path: Path) -> None:
-    """An adapter of the token embedding or output matrix is refused, because optimized code reads
-    these matrices directly and would silently ignore the adapter.
+    """An adapter for the token embedding or the output matrix is rejected, because optimized code
+    reads these matrices directly and would silently ignore the adapter.
     """
     lance = load_lance(checkpoint)
     head = {"language_model.lm_head": (torch.zeros(4, 64), torch.zeros(64, 4))}

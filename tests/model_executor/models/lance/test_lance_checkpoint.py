@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding the components of a Lance checkpoint: repository root, sub-folders, missing components,
-and the command line.
+"""Tests of finding a Lance checkpoint's components: repository root, sub-folders, missing
+components, and the command line.
 """
 
 import json
@@ -23,8 +23,8 @@ def repository(tiny_checkpoint: Callable[..., Path]) -> Path:
 
 
 def test_root_and_folders_lead_to_the_same_checkpoint(repository: Path) -> None:
-    """A path to the repository root or to the vision folder selects the image decoder. A path to a
-    decoder's folder selects that decoder.
+    """The path to the repository root or to the vision folder selects the image decoder. The path
+    to a decoder's folder selects that decoder.
     """
     for path, decoder in (
         (repository, "Lance_3B"),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public implementations of Lance make different choices, and a convention is a named combination
-of choices.
+"""Public Lance implementations make different choices. A convention is a named combination of such
+choices.
 """
 
 from collections.abc import Iterator
@@ -60,8 +60,8 @@ VLLM_OMNI = {
 
 
 def test_conventions_differ_in_the_documented_choices() -> None:
-    """Conventions differ only in the documented choices. The default is the original
-    implementation's convention.
+    """Conventions differ from each other only in the documented choices. The default is the
+    original implementation's convention.
     """
     original = asdict(LanceChoices())
     assert LanceOptions().choices == CONVENTIONS["original"] == LanceChoices()
@@ -92,7 +92,7 @@ def test_a_single_choice_is_not_an_option(name: str) -> None:
 @contextmanager
 def options_with(**choices: Any) -> Iterator[LanceOptions]:
     """Yield options that differ from the `original` convention only in the given choices. The
-    choices are patched in, because no convention has this combination.
+    choices are patched in, because no existing convention combines them.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CONVENTIONS, "original", replace(LanceChoices(), **choices))
@@ -171,8 +171,8 @@ def test_a_prompt_may_be_wrapped(tokenizer: LanceTokenizer) -> None:
 def test_positions_of_the_unconditional_context_and_of_the_block(
     tokenizer: LanceTokenizer,
 ) -> None:
-    """`uncond_positions` selects the positions, in the unconditional context, of the text that
-    follows the user's text. With `noise_before_text`, the generated block starts at the position
+    """`uncond_positions` selects the positions of the text after the user's text in the
+    unconditional context. With `noise_before_text`, the generated block starts at the position
     where the user's text starts.
     """
     prompt = build_prompt("i2v", tokenizer.tokens, "A cat", noise=(2, 1, 1))
@@ -196,8 +196,8 @@ def test_positions_of_the_unconditional_context_and_of_the_block(
 
 
 def test_pixels_are_rounded_or_truncated() -> None:
-    """Pixel values -1, 0 and 1 map to 0, 127.5 and 255, values outside that range are clamped, and
-    0.2 maps to exactly 153.
+    """Pixel values of -1, 0 and 1 map to 0, 127.5 and 255, and 0.2 maps to exactly 153. Values
+    outside [-1, 1] are clamped.
     """
     values = torch.tensor([-1.5, -1.0, 0.0, 0.1999, 0.2001, 0.9999, 1.0, 2.0])
     pixels = values.expand(3, 1, 1, -1)
@@ -207,7 +207,7 @@ def test_pixels_are_rounded_or_truncated() -> None:
 
 @pytest.mark.parametrize(("height", "width"), [(60, 90), (500, 301), (900, 1600)])
 def test_patches_of_a_clip_equal_qwen2_vls_processor(height: int, width: int) -> None:
-    """Patches equal those of Qwen2-VL's processor within one pixel level of rounding, for clips
+    """Patches match Qwen2-VL's processor within one pixel level of rounding. The test clips are
     below the processor's minimum size, above its maximum size, and in between.
     """
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
@@ -226,8 +226,8 @@ def test_patches_of_a_clip_equal_qwen2_vls_processor(height: int, width: int) ->
 
 
 def test_every_frame_of_a_clip_is_read_and_its_length_is_bounded() -> None:
-    """A bucket samples five of eight frames at 12 fps. Under vLLM-Omni's convention, every frame is
-    used, as in Qwen2-VL's processor, and longer clips are refused.
+    """With buckets, five of eight frames are sampled at 12 fps. Under vLLM-Omni's convention, every
+    frame is used, as in Qwen2-VL's processor, and clips that are too long are refused.
     """
     served = LanceOptions(convention="vllm_omni", max_num_frames=8)
 
@@ -318,7 +318,7 @@ def test_a_choice_changes_only_its_tasks(
     tasks: tuple[Task, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A choice changes the latents of the listed tasks and leaves those of all other tasks
+    """A choice changes the latents of the listed tasks. The latents of all other tasks stay
     bit-identical.
     """
     monkeypatch.setitem(CONVENTIONS, "original", replace(LanceChoices(), **{name: VLLM_OMNI[name]}))
@@ -337,7 +337,7 @@ def test_a_separate_vision_tower_takes_precedence(checkpoint: Path, original: La
 
 def test_every_task_runs_under_vllm_omnis_convention(original: Lance, switched: Lance) -> None:
     """Under vLLM-Omni's convention, every result is finite and has the same shape as under the
-    original convention, and the latents differ for every generation task.
+    original convention. The latents of every generation task differ between the two conventions.
     """
     other = switched
     assert other.options.convention == "vllm_omni"

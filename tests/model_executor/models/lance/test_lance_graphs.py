@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generations with CUDA graphs are bit-identical to generations without them.
 
-On a CPU, a simulated "graph" reruns the forward pass with the host-side decisions made at capture,
-so an incomplete graph key changes the latents.
+On a CPU, a simulated "graph" reruns the forward pass with the host-side decisions made during
+capture, so an incomplete graph key would change the latents.
 """
 
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_a_generation_with_graphs_equals_the_generation(
     plain: Lance, by_graphs: Lance, task: str
 ) -> None:
     """Tasks with and without a pinned first frame give the same latents with graphs as without.
-    Each task runs twice, so that the second run replays the graph of the first run.
+    Each task runs twice, so the second run replays the first run's graph.
     """
     changes = {"num_inference_steps": 5, "output": "latents"}
     want = run(plain, request_of(task, **changes))[1]["latents"]
@@ -55,7 +55,7 @@ def test_a_generation_with_graphs_equals_the_generation(
 
 
 def test_each_set_of_guidance_branches_has_its_graph(plain: Lance, by_graphs: Lance) -> None:
-    """If only the first steps use guidance, one generation has two kinds of step, and each kind has
+    """If only the first steps use guidance, a generation has two kinds of steps, and each kind has
     its own graph.
     """
     fields = {**CAT, "num_inference_steps": 8, "options": {"cfg_interval": [0.85, 1.0]}}
@@ -65,8 +65,8 @@ def test_each_set_of_guidance_branches_has_its_graph(plain: Lance, by_graphs: La
 
 
 def test_generations_may_join_and_leave_between_graphs(plain: Lance, by_graphs: Lance) -> None:
-    """Two generations of different sizes share steps, although the second joins three steps after
-    the first.
+    """Two generations of different sizes share steps, although the second generation joins three
+    steps after the first.
     """
     fields = [CAT, {**CAT, "prompt": "a dog", "width": 64, "num_inference_steps": 6}]
     want = [run(plain, make_request(each))[1]["latents"] for each in fields]
@@ -88,8 +88,8 @@ def test_generations_may_join_and_leave_between_graphs(plain: Lance, by_graphs: 
 def test_another_prompt_replays_the_graph_from_its_first_step(
     plain: Lance, by_graphs: Lance
 ) -> None:
-    """A generation with a new prompt replays the graph of the preceding generation, because it
-    reuses that generation's caches and the context length is a device tensor.
+    """A generation with a new prompt replays the preceding generation's graph, because it reuses
+    that generation's caches, and the context length is a device tensor.
     """
     run(by_graphs, make_request(CAT))
     graphs = by_graphs.stepper.graphs
@@ -123,7 +123,7 @@ def test_concurrent_generations_have_separate_caches(plain: Lance, by_graphs: La
 
 
 def test_caches_of_a_failed_generation_are_not_pooled(by_graphs: Lance) -> None:
-    """The caches of a failed generation are discarded, because the generation may have stopped in
+    """The caches of a failed generation are discarded, because the generation may have failed in
     the middle of a step.
     """
     request = make_request(CAT)
@@ -133,8 +133,8 @@ def test_caches_of_a_failed_generation_are_not_pooled(by_graphs: Lance) -> None:
 
 
 def test_the_key_contains_every_slot_that_is_read_or_written() -> None:
-    """The graph key contains every slot. Otherwise, a replay with the same caches would use the
-    slots from the capture.
+    """The graph key contains every slot that is read or written. Otherwise, a replay with the same
+    caches would use the slots that were used during the capture.
     """
     caches = [BranchCache(torch.zeros(1, 9, 1, 2), torch.zeros(1, 9, 1, 2)) for _ in range(2)]
 

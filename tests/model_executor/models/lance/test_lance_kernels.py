@@ -29,7 +29,7 @@ TYPES = list(TOLERANCE)
 def calls(dtype: torch.dtype, device: str) -> list[tuple[str, tuple[Any, ...]]]:
     """Return the names and arguments of calls to the fused ops.
 
-    V follows K in memory. Calls without tokens launch no kernel.
+    V directly follows K in memory. Calls without tokens launch no kernel.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -76,8 +76,8 @@ def check(kernels: Any, dtype: torch.dtype, device: str) -> int:
 
 
 def check_quantized(kernels: Any, dtype: torch.dtype, device: str) -> int:
-    """Check that FP8 results equal those of the plain ops: all scales, and all values except a few
-    on a rounding boundary.
+    """Check that FP8 results equal those of the plain ops. All scales must be equal, and all values
+    except a few on a rounding boundary.
     """
     made = [
         (name, args) for name, args in calls(dtype, device) if name != "query_key" and len(args[0])
@@ -138,7 +138,7 @@ def test_kernels_on_a_gpu_equal_the_plain_ops(dtype: torch.dtype) -> None:
 
 
 def test_kernels_have_the_signatures_of_the_plain_ops() -> None:
-    """Kernels have the same signatures as the plain ops, because callers use either
+    """Kernels have the same signatures as the plain ops, because callers use the two
     interchangeably.
     """
     require_triton()

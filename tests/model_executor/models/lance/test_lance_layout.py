@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions and rotary tables of packed sequences. test_lance_parity.py covers the recorded
-tables.
+"""Tests of positions and rotary tables of packed sequences. test_lance_parity.py compares
+positions and other tables with recordings.
 """
 
 import torch

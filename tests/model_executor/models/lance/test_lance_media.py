@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets, cropping, resizing and frame sampling, compared with the original implementation's
-tables and with Pillow.
+"""Tests that compare buckets, cropping, resizing and frame sampling with the original
+implementation's tables and Pillow.
 """
 
 import numpy as np
@@ -35,7 +35,9 @@ def test_the_buckets_are_the_originals(
 
 
 def test_the_widest_bucket_is_clipped_to_the_position_table() -> None:
-    """An image 1152 pixels wide has 72 latent columns, but the position table has only 64."""
+    """An image that is 1152 pixels wide has 72 latent columns, but the position table has only
+    64.
+    """
     assert buckets(768, 16, 1024)[0] == (496, 1024)
 
 
@@ -55,8 +57,8 @@ def test_the_crop_is_centred_and_as_large_as_possible() -> None:
 
 @pytest.mark.parametrize("target", [(48, 80), (112, 160)])
 def test_resizing_equals_pillows_bicubic(target: tuple[int, int]) -> None:
-    """Enlarging and shrinking a smooth image agrees with Pillow within one uint8 level. The
-    results are not identical, because Pillow rounds between its two passes.
+    """Enlarging or shrinking a smooth image gives the same result as Pillow within one uint8 level.
+    The results are not bit-identical, because Pillow rounds between its two passes.
     """
     y, x = torch.meshgrid(torch.arange(66), torch.arange(110), indexing="ij")
     image = torch.stack((60 + y, 40 + x, 128 + 60 * torch.sin(x / 5 + y / 7)), dim=-1).to(
@@ -87,8 +89,8 @@ def test_the_vision_tower_receives_whole_patches() -> None:
 def test_a_clip_is_sampled_at_twelve_frames_per_second(
     frames: int, fps: float, retained: int
 ) -> None:
-    """Sampling keeps the first and last frames and covers at most six seconds. It returns 4 k + 1
-    frames, or all frames if the clip is shorter.
+    """Sampling keeps the first and last frames and uses at most six seconds of the clip. It returns
+    4 k + 1 frames, or all frames if the clip is shorter.
     """
     chosen = sampled_frames(frames, fps)
     assert len(chosen) == retained or len(chosen) == 1

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor and sequence parallel ranks give the same results as one rank for a batch with every kind
-of task (fp32, gloo).
+"""Tensor- and sequence-parallel ranks give the same results as one rank for a batch that contains
+every kind of task (fp32, gloo).
 """
 
 from pathlib import Path
@@ -16,12 +16,14 @@ from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.lance.pipeline import Lance
 
 TOLERANCE = 1e-4
-"""Tolerance for fp32 latents, because splitting sums over ranks changes the order of summation."""
+"""Tolerance for fp32 latents. Results are not bit-identical, because splitting sums across ranks
+changes the order of summation.
+"""
 TASKS = ("t2i", "image_edit", "t2v", "i2v", "x2t_image")
 
 
 def results(lance: Lance) -> list[torch.Tensor]:
-    """Return the results of one batch that mixes generation tokens, context tokens and generated
+    """Return the results of one batch that contains generation tokens, context tokens and generated
     text tokens.
     """
     requests = [
@@ -57,7 +59,9 @@ def _compare(
 def test_ranks_equal_one(
     sequence_parallel: bool, size: int, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Several ranks equal one rank, even when four ranks share two key/value heads."""
+    """Several ranks give the same results as one rank, even when four ranks share two key/value
+    heads.
+    """
     run_ranks(
         _compare,
         (size, str(tmp_path / "rendezvous"), str(checkpoint), sequence_parallel),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni verify lance` passes on the recorded directory and detects damage to it."""
+"""`vllm-omni verify lance` passes for the recorded directory and detects damage to it."""
 
 import json
 import shutil
@@ -23,8 +23,8 @@ _BESIDE = (
 
 
 def test_every_recorded_scenario_passes() -> None:
-    """The recordings cover all tasks in fp32 (within 2e-5 per stage and 1e-4 at the end), bf16, the
-    autoencoder, and the released tensor names.
+    """The recordings contain all tasks in fp32 (within 2e-5 per stage and 1e-4 at the end), runs in
+    bf16, the autoencoder, and the released tensor names.
     """
     report = verify(GOLDEN)
     assert report.ok, report.to_text()
@@ -60,8 +60,8 @@ def test_a_changed_recording_fails(file: str, tensor: str, amount: float, tmp_pa
 
 
 def test_the_number_of_steps_must_be_recorded(tmp_path: Path) -> None:
-    """Verification fails if the recording lacks its number of steps, because it cannot be
-    replayed.
+    """Verification fails if the recording does not state its number of steps, because such a
+    recording cannot be replayed.
     """
     for name in ("golden_fp32.safetensors", *_BESIDE):
         shutil.copyfile(GOLDEN / name, tmp_path / name)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance, run step by step in this process: every task, mixed batches, retries, text generated in
-parts, and the step cache.
+"""Tests of Lance, run step by step in this process: every task, mixed batches, retries, text
+generated in parts, and the step cache.
 """
 
 from pathlib import Path
@@ -18,8 +18,8 @@ from vllm_omni.outputs import RequestFailed
 
 SMALL = {"max_image_pixels": 224 * 304, "max_video_pixels": 64 * 96, "max_num_frames": 9}
 TOLERANCE = 1e-4
-"""Tolerance for fp32 latents of magnitude 1 after three guided steps, because batched matrix
-products sum in a different order.
+"""Tolerance for fp32 latents of magnitude 1 after three guided steps. Results are not
+bit-identical, because batched matrix products sum in a different order.
 """
 
 
@@ -56,8 +56,8 @@ def test_no_layer_runs_before_its_weights_are_fetched(lance: Lance, checkpoint: 
 
 
 def test_a_mixed_batch_equals_solo_runs(lance: Lance) -> None:
-    """All seven tasks, started one step apart, share engine steps and give the same results as solo
-    runs.
+    """When all seven tasks are started one step apart, they share engine steps and give the same
+    results as when each runs alone.
     """
     solo = [
         latents_of(lance, task) if not task.startswith("x2t") else run(lance, request_of(task))
@@ -106,8 +106,8 @@ def test_request_fields_change_the_result(lance: Lance, task: str, change: dict[
 
 
 def test_image_guidance_extrapolates_from_the_result_without_the_image(lance: Lance) -> None:
-    """After one step at image guidance scale 2 without text guidance, the velocity is twice the
-    velocity with the image minus the velocity with only the text.
+    """After one step with an image guidance scale of 2 and no text guidance, the velocity is twice
+    the velocity with the image, minus the velocity with only the text.
     """
     options = {"resolution": "image_256res", "cfg_renorm_type": "none", "system_prompt": "Paint."}
     shared = {"num_inference_steps": 1, "guidance_scale": 1.0, "output": "latents", "seed": 3}
@@ -126,7 +126,7 @@ def test_image_guidance_extrapolates_from_the_result_without_the_image(lance: La
 
 
 def test_image_guidance_combines_with_text_guidance_and_batches(lance: Lance) -> None:
-    """With image guidance, each of several images in one request equals the same image generated
+    """With image guidance, each of several images in a request equals the same image generated
     separately.
     """
     options = {"resolution": "image_256res", "cfg_img_scale": 1.5}
@@ -142,9 +142,7 @@ def test_image_guidance_without_an_image_is_refused(lance: Lance) -> None:
 
 
 def test_the_first_frame_is_pinned(lance: Lance) -> None:
-    """The latents of the first frame equal the start image's latents, whatever the number of
-    steps.
-    """
+    """The first frame's latents equal the start image's latents, whatever the number of steps."""
     many = latents_of(lance, "i2v", num_inference_steps=5)
     few = latents_of(lance, "i2v")
     assert torch.equal(many[0, :, 0], few[0, :, 0])
@@ -159,7 +157,7 @@ def test_image_n_of_a_request_has_the_seed_plus_n(lance: Lance) -> None:
 
 
 def test_a_failed_step_can_be_repeated(lance: Lance, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed step leaves all state unchanged, because the runner repeats a failed batch one
+    """A failed step must not change any state, because the runner repeats a failed batch one
     request at a time.
     """
     alone = {task: run(lance, request_of(task)) for task in ("t2i", "x2t_image")}
@@ -194,8 +192,8 @@ def test_a_failed_step_can_be_repeated(lance: Lance, monkeypatch: pytest.MonkeyP
 
 
 def test_a_text_in_parts_equals_the_whole_text(lance: Lance) -> None:
-    """A text generated in parts of four tokens, with one request per part in the same session,
-    equals the text generated at once. An aborted part leaves no trace.
+    """Text generated in parts of four tokens, with one request per part in the same session, equals
+    text generated at once. An aborted part leaves no trace.
     """
     fields, tensors = REQUESTS["x2t_image"]
     whole = run(lance, make_request(fields, tensors))
@@ -252,8 +250,8 @@ def test_sampling_is_repeatable_and_differs_by_seed(lance: Lance) -> None:
 
 
 def test_a_request_holds_at_most_the_announced_bytes(lance: Lance) -> None:
-    """The announced size of a request is an upper bound on its memory use, because admission
-    compares sizes before the tensors arrive.
+    """A request's announced size must be an upper bound on the request's memory use, because
+    admission compares sizes before the tensors arrive.
     """
     for task in TASKS:
         request = request_of(task)
@@ -276,7 +274,9 @@ CAT = {"height": 64, "width": 96, "output": "latents"}
 def generate(
     lance: Lance, monkeypatch: pytest.MonkeyPatch, *wanted: dict[str, Any]
 ) -> tuple[list[tuple[dict[str, Any], torch.Tensor]], int]:
-    """Return the metadata and latents of a batch, and its number of denoise forward passes."""
+    """Return the metadata and latents of a batch, and the number of denoise forward passes that it
+    ran.
+    """
     forwards, velocity = [], lance.network.velocity
     monkeypatch.setattr(
         lance.network, "velocity", lambda hidden: forwards.append(1) or velocity(hidden)
@@ -313,8 +313,8 @@ def test_the_step_cache_saves_forwards(lance: Lance, monkeypatch: pytest.MonkeyP
 def test_the_step_cache_computes_where_guidance_starts_or_ends(
     lance: Lance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step cache always computes a step at which guidance starts or ends, because a cached
-    prediction of one branch cannot replace a prediction of two branches.
+    """The step cache never skips a step at which guidance starts or ends, because a cached
+    prediction of one branch cannot replace predictions of two branches.
     """
     fields = cached(100.0, cfg_interval=[0.6, 0.9])
     ((meta, latents),), forwards = generate(lance, monkeypatch, fields)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt templates, system prompts and the tokenizer of Lance."""
+"""Tests of Lance's prompt templates, system prompts and tokenizer."""
 
 from pathlib import Path
 
@@ -43,8 +43,8 @@ def test_a_negative_prompt_replaces_the_users_text(tokenizer: LanceTokenizer) ->
 
 
 def test_a_conversation_applies_the_template_to_each_turn(tokenizer: LanceTokenizer) -> None:
-    """The image of a turn precedes its text, and special tokens in any turn are treated as plain
-    text.
+    """In each turn, the image precedes the text, and special tokens in the text are encoded as
+    plain text.
     """
     turns = (
         ConversationMessage("user", "What?"),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Client requests to Lance: the task derived from modalities and tensors, sizes, options, and error
-messages that name the allowed values.
+"""Tests of client requests to Lance: the task derived from modalities and tensors, sizes, options,
+and error messages that name the allowed values.
 """
 
 from typing import Any
@@ -210,7 +210,7 @@ def test_a_question_may_be_missing_but_not_empty() -> None:
 def test_an_image_belongs_to_an_existing_turn(
     task: Task, tensors: dict[str, torch.Tensor], shown: int, message: str
 ) -> None:
-    """An image may belong to any existing turn of the conversation. The turns keep their order and
+    """An image can belong to any existing turn of the conversation. The turns keep their order and
     text.
     """
     turns = [{"role": "user", "text": "What?"}]
@@ -239,8 +239,8 @@ def test_more_tokens_than_served_are_refused() -> None:
     ],
 )
 def test_image_parameters_of_a_question_are_refused(fields: dict[str, Any]) -> None:
-    """An understanding request with image parameters is refused, because these parameters have no
-    effect on generated text.
+    """An understanding request that sets image parameters is refused, because these parameters have
+    no effect on generated text.
     """
     request = params(options={"task": "t2t"}, **fields)
     with pytest.raises(RequestFailed, match=f"does not use {next(iter(fields))}"):

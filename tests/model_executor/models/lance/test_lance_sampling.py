@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Denoise schedule, guidance and token sampling."""
+"""Tests of the denoise schedule, guidance and token sampling."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from vllm_omni.model_executor.models.lance.tasks.sampling import (
 
 def test_the_released_schedule() -> None:
     """With 30 steps and a shift of 3.5, the schedule has 31 points, and its first and last points
-    equal the published ones.
+    equal the published values.
     """
     t = flow_timesteps(30, 3.5)
     assert len(t) == 31
@@ -48,8 +48,8 @@ def test_the_smallest_factor_is_respected() -> None:
 
 
 def test_the_two_scales_are_combined_as_in_bagel() -> None:
-    """Text guidance is applied before image guidance, as in BAGEL. Each also works without the
-    other.
+    """Text guidance is applied before image guidance, as in BAGEL. Each of the two also works
+    without the other.
     """
     cond, uncond, unseen = torch.full((2, 2), 3.0), torch.ones(2, 2), torch.full((2, 2), -1.0)
     both = ClassifierFreeGuidance(2.0, (0, 1), "none", 0.0, image_scale=1.5)
@@ -60,8 +60,8 @@ def test_the_two_scales_are_combined_as_in_bagel() -> None:
 
 
 def test_sampling_follows_the_probabilities() -> None:
-    """With 1000 evenly spaced values in [0, 1) as the random draws, each token's share is within
-    0.002 of its probability (0.6, 0.3 or 0.1).
+    """If 1000 evenly spaced values in [0, 1) replace the random numbers, each token's share is
+    within 0.002 of its probability (0.6, 0.3 or 0.1).
     """
     logits = torch.tensor([0.3, 0.6, 0.1]).log()
     draws = (torch.arange(1000) + 0.5) / 1000

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder's fused ops, compiled and plain, and its position table. Other tests compare the
-computed values with recorded tensors.
+"""Tests of the decoder's compiled and plain fused ops, and of its position table. Other tests
+compare the computed values with recorded tensors.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from vllm_omni.model_executor.models.lance.network.transformer import LancePosit
 
 @pytest.mark.nightly
 def test_compiled_ops_equal_plain_ones_for_any_number_of_tokens() -> None:
-    """A compiled op runs for any number of tokens without recompilation after the first call and
+    """After its first call, a compiled op runs for any number of tokens without recompilation. It
     agrees with the plain op within 1e-5 in fp32.
     """
     plain, compiled = FusedOps(), FusedOps.build(compiled=True)
@@ -47,7 +47,9 @@ def test_a_grid_outside_the_position_table_is_refused() -> None:
 
 
 def test_stored_and_computed_positions_agree() -> None:
-    """The position table stored in the released checkpoints equals the computed one."""
+    """The position table stored in the released checkpoints equals the table that this package
+    computes.
+    """
     computed = LancePositionEmbedding3D(64, frames=3, size=4)
     stored = LancePositionEmbedding3D(64, frames=3, size=4, stored=True)
     assert stored.pos_embed is not None

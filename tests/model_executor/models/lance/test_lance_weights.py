@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight names and shapes match the tables and the released totals, and strict loading refuses
-anything else.
+"""Weight names and shapes match the tables and the released totals. Strict loading rejects all
+other tensors.
 """
 
 import json
@@ -61,8 +61,8 @@ def test_the_released_vision_tower_and_autoencoder_match_their_tables() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_shards_of_all_ranks_cover_the_whole(ranks: int) -> None:
-    """The shards of all ranks together cover all weights: heads and columns are split, and
-    key/value heads are replicated when there are more ranks than such heads.
+    """All ranks' shards together contain all weights: heads and columns are split, and if there are
+    more ranks than key/value heads, these heads are replicated.
     """
     config = LanceConfig(num_layers=1)
     with torch.device("meta"):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short roll-outs of the tiny recorded transformer, for tests that compare different ways of
-running it.
+"""Short rollouts of the tiny recorded transformer, for tests that compare different ways of running
+it.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def load_tiny(parallel: ParallelContext | None = None) -> LingBotTransformer:
 
 
 def inputs(height: int = 4) -> dict[str, torch.Tensor]:
-    """Return recorded inputs, cropped to `height` latent cells. A height of 4 gives 18 tokens per
+    """Return recorded inputs, cropped to `height` latent rows. A height of 4 gives 18 tokens per
     chunk, and a height of 2 gives 9.
     """
     recorded = load_file(GOLDEN / "dit_inputs.safetensors")
@@ -95,11 +95,11 @@ def roll_out(
     windows: Sequence[KVWindow] | None = None,
     chunks: Sequence[range] = CHUNKS,
 ) -> list[torch.Tensor]:
-    """Return the flow predicted in the noisy step of every chunk by one model or by its pipeline
-    stages in order.
+    """Return the flow predicted in each chunk's noisy step. One model, or its pipeline stages in
+    order, computes the flow.
 
     Args:
-        windows: K/V windows of the stages. Default: new ones.
+        windows: The stages' K/V windows. Default: new windows.
     """
     windows = windows or [make_window(stage, data) for stage in stages]
     flows = []

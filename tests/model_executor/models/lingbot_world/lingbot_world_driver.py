@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drives a `LingBotWorld` chunk by chunk in this process, as the runner does, without an engine."""
+"""Drives a `LingBotWorld` model chunk by chunk in this process, as the runner does, without an
+engine.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,7 +46,7 @@ def load_world(
 @contextmanager
 def choosing(**choices: Any) -> Iterator[LingBotOptions]:
     """Yield options that differ from the `realtime` convention only in the given choices. The
-    choices are patched in, because no convention has this combination.
+    choices are patched in, because no existing convention combines them.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CONVENTIONS, "realtime", replace(CONVENTIONS["realtime"], **choices))
@@ -62,8 +64,8 @@ def make_request(
     tensors: dict[str, torch.Tensor] | None = None,
     **params: Any,
 ) -> DiffusionRequest:
-    """Return the request for a chunk. By default the camera moves forward, and the request for a
-    first chunk contains an image.
+    """Return the request for a chunk. By default, the camera moves forward. A first chunk's request
+    contains an image.
     """
     tensors = dict(tensors or {})
     if session.chunk_index == 0 and "image" not in tensors:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every released checkpoint layout of LingBot World is found, and missing components are named in
-one-line errors.
+"""Every released checkpoint layout of LingBot World is found, and one-line errors name missing
+components.
 """
 
 import json
@@ -41,7 +41,7 @@ def originals(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture
 def checkpoints(originals, tmp_path) -> dict[str, Path]:
-    """Return copies of the checkpoints that a test may damage."""
+    """Return copies of the checkpoints. Tests may damage these copies."""
     return {
         name: Path(shutil.copytree(folder, tmp_path / name)) for name, folder in originals.items()
     }
@@ -92,7 +92,7 @@ def test_an_unknown_layout_is_refused(tmp_path):
     ],
 )
 def test_every_layout_is_detected_with_all_parts(originals, layout, kind, version):
-    """`detect_family` recognises the directory, and every component is found."""
+    """`detect_family` recognises each layout's directory, and every component is found."""
     assert detect_family(originals[layout]) is get_family("lingbot_world_fast")
     found = find_layout(originals[layout])
     assert (found.kind, found.version) == (kind, version)
@@ -101,7 +101,7 @@ def test_every_layout_is_detected_with_all_parts(originals, layout, kind, versio
 
 def test_both_folder_names_and_the_folder_itself_are_found(checkpoints):
     """The folder names `Lingbot-World-Fast` and `lingbot_world_fast` are equivalent. If the path
-    names the folder itself, the components next to it are found.
+    names the folder itself, the components next to the folder are found.
     """
     folder = checkpoints["original"] / "lingbot_world_fast"
     other = folder.rename(folder.with_name("Lingbot-World-Fast"))
@@ -115,8 +115,8 @@ def test_both_folder_names_and_the_folder_itself_are_found(checkpoints):
     "config", [None, "{}", '{"_class_name": "WanModelFast"}', '{"eps": 1e-6, "num_heads": 2}']
 )
 def test_sizes_without_a_config_are_read_from_tensors(checkpoints, config):
-    """The 1.3B release has no `config.json`, so the width, the number of layers and the control are
-    read from the file headers, and heads are assumed to be 128 wide.
+    """The 1.3B release has no `config.json`. The width, the number of layers and the type of
+    control are therefore derived from the file headers, and a head size of 128 is assumed.
     """
     if config is not None:
         (checkpoints["v2_1_3b"] / "config.json").write_text(config)
@@ -129,8 +129,8 @@ def test_sizes_without_a_config_are_read_from_tensors(checkpoints, config):
 
 
 def test_the_1_3b_has_the_published_size():
-    """The 1.3B model has 1071 tensors with 1,709,502,016 parameters. Deriving the config from the
-    tensor shapes gives the same config, with 12 heads.
+    """The 1.3B model has 1071 tensors with 1,709,502,016 parameters. The config derived from the
+    tensor shapes equals the config that the shapes were computed from, with 12 heads.
     """
     config = LingBotWorldConfig(dim=1536, ffn_dim=8960, num_heads=12, num_layers=30)
     shapes = transformer_shapes(config)
@@ -141,7 +141,7 @@ def test_the_1_3b_has_the_published_size():
 
 def test_the_error_for_an_unknown_number_of_heads_names_the_config_key(checkpoints):
     """If there is no config and the width is not a multiple of 128, as in a tiny model, the error
-    names the config key to add. Adding that key fixes the error.
+    names the config key to add. Adding that key resolves the error.
     """
     config = checkpoints["v2"] / "transformers" / "config.json"
     stated = json.loads(config.read_text())
@@ -159,8 +159,8 @@ def test_the_error_for_an_unknown_number_of_heads_names_the_config_key(checkpoin
 
 
 def test_sizes_of_other_transformers_are_refused(tmp_path):
-    """A set of tensors without a Wan transformer is refused, and so is a transformer with an
-    unknown control.
+    """A set of tensors that contains no Wan transformer is rejected. A transformer with an unknown
+    type of control is rejected too.
     """
     with pytest.raises(ValueError, match="somewhere holds no Wan transformer"):
         config_of_tensors({CAMERA_TENSOR: (64, 1536)}, "somewhere")
@@ -172,7 +172,7 @@ def test_sizes_of_other_transformers_are_refused(tmp_path):
 @pytest.mark.parametrize("stem", ["model", "diffusion_pytorch_model"])
 def test_a_transformer_in_one_file_may_be_next_to_components(checkpoints, stem):
     """A transformer in `model.safetensors` or `diffusion_pytorch_model.safetensors` is found at the
-    root and in the folders `transformers` and `transformer`.
+    root and in the `transformers` and `transformer` folders.
     """
     tensors = {}
     for shard in sorted(checkpoints["v2_1_3b"].glob("*.safetensors")):
@@ -214,8 +214,8 @@ def test_components_may_be_shared_by_a_link_named_assets(checkpoints, tmp_path):
 
 
 def test_the_generation_of_a_bare_repository_follows_from_name_or_width(checkpoints):
-    """The version (v1 or v2) is derived from the directory's name or from the model's width,
-    because v1 was released in only one width.
+    """The version (v1 or v2) is derived from the directory's name or from the model's width. The
+    width is sufficient, because v1 was released in only one width.
     """
     bare = checkpoints["v2_1_3b"]
     for width, version in ((1536, "v2"), (5120, "v1")):
@@ -240,7 +240,7 @@ def test_the_base_models_experts_are_not_detected_as_the_fast_model(checkpoints)
     "content", [{}, {"config.json": '{"model_type": "llama"}'}, {"config.json": "{"}]
 )
 def test_other_directories_are_not_detected(tmp_path, content):
-    """Other directories are not detected, and detection never raises, whatever a directory
+    """Other directories are not detected. Detection never raises an exception, whatever a directory
     contains.
     """
     for name, text in content.items():
@@ -275,7 +275,9 @@ def test_a_missing_component_is_named_before_anything_is_read(checkpoints, layou
 
 
 def test_a_wrong_file_under_the_vaes_name_is_refused(checkpoints):
-    """A wrong file under the VAE's name is refused, for example the text encoder's file."""
+    """A wrong file that has the VAE's file name, for example the text encoder's file, is
+    rejected.
+    """
     shutil.copy(
         checkpoints["original"] / "models_t5_umt5-xxl-enc-bf16.pth",
         checkpoints["original"] / "Wan2.1_VAE.pth",
@@ -286,7 +288,7 @@ def test_a_wrong_file_under_the_vaes_name_is_refused(checkpoints):
 
 @pytest.mark.parametrize("layout", FAMILY.layouts)
 def test_hf_config_is_plain_json_and_complete(originals, layout):
-    """`hf_config` is plain JSON that vLLM can send to workers, and it contains everything needed to
+    """`hf_config` is plain JSON, which vLLM can send to workers, and contains everything needed to
     build the pipeline.
     """
     config = FAMILY.hf_config(originals[layout])
@@ -305,8 +307,8 @@ def test_hf_config_is_plain_json_and_complete(originals, layout):
 
 
 def test_hf_config_needs_no_weight_files(tmp_path):
-    """For a directory with only a config (dummy weights), the released sizes and bfloat16 are
-    assumed.
+    """For a directory that contains only a config (dummy weights), the released sizes and bfloat16
+    are assumed.
     """
     (tmp_path / "lingbot_world_fast").mkdir()
     (tmp_path / "lingbot_world_fast" / "config.json").write_text('{"_class_name": "WanModelFast"}')
@@ -322,8 +324,8 @@ def test_hf_config_needs_no_weight_files(tmp_path):
 
 
 def test_components_of_different_checkpoints_are_refused(checkpoints):
-    """Components of different checkpoints, for example a text encoder of another width, are refused
-    at server start rather than at the first request.
+    """Components from different checkpoints, for example a text encoder with another width, are
+    rejected when the server starts rather than at the first request.
     """
     path = checkpoints["original"] / "lingbot_world_fast" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "text_dim": 4096}))
@@ -348,7 +350,7 @@ def test_a_damaged_config_is_refused_by_file_name(checkpoints):
     ],
 )
 def test_options_that_contradict_the_checkpoint_are_refused_at_start(originals, omni, message):
-    """Options that contradict the checkpoint are refused before any process starts."""
+    """Options that contradict the checkpoint are rejected before any process starts."""
     assert FAMILY.check_options is not None
     config = FAMILY.hf_config(originals["original"])
     FAMILY.check_options(config, OmniConfig())

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""World models that take action flags in addition to ray directions (`act`): sources of the flags,
-and invalid flags.
+"""Tests of world models that take action flags in addition to ray directions (`act`): the sources
+of flags, and invalid flags.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def path(**tensors: torch.Tensor) -> dict[str, torch.Tensor]:
 def planes(
     world: LingBotWorld, tensors: dict[str, torch.Tensor] | None = None, **params: Any
 ) -> torch.Tensor:
-    """Return the seven control channels of a first chunk, [7, F, 64, h, w]."""
+    """Return the seven control channels of a first chunk. Shape: [7, F, 64, h, w]."""
     request = make_request(world, open_session(world), tensors, prompt="a beach", **params)
     world.prepare_encode(request)
     assert request.work.camera_map is not None
@@ -47,8 +47,8 @@ def planes(
 def flags(
     world: LingBotWorld, tensors: dict[str, torch.Tensor] | None = None, **params: Any
 ) -> list[list[float]]:
-    """Return the flags for the keys w, a, s and d of each latent frame, after checking that they
-    are the same at every pixel.
+    """Check that the flags for the keys w, a, s and d are the same at every pixel, and return them
+    for each latent frame.
     """
     of_pixels = planes(world, tensors, **params)[3:]
     assert bool((of_pixels == of_pixels[:, :, :1, :1, :1]).all())
@@ -67,8 +67,8 @@ def test_held_keys_become_flags(world: LingBotWorld) -> None:
 
 
 def test_flags_sent_with_poses_are_read_at_the_frames_of_the_poses(world: LingBotWorld) -> None:
-    """Flags sent with poses have one entry per video frame. Flags and poses are read only at frames
-    0, 4 and 8. If poses are sent without flags, no key counts as held.
+    """Flags sent with poses have one entry per video frame. Both flags and poses are read only at
+    frames 0, 4 and 8. If poses are sent without flags, no key counts as held.
     """
     action = torch.zeros(FIRST, 4, dtype=torch.int64)
     action[4, 1] = action[8, 3] = action[5] = 1
@@ -78,7 +78,7 @@ def test_flags_sent_with_poses_are_read_at_the_frames_of_the_poses(world: LingBo
 
 
 def test_movement_changes_no_direction(world: LingBotWorld) -> None:
-    """Movement leaves the ray directions unchanged, because only the action flags encode
+    """Movement does not change the ray directions, because only the action flags encode
     translation.
     """
     moved = path()
@@ -90,7 +90,7 @@ def test_movement_changes_no_direction(world: LingBotWorld) -> None:
 
 
 def test_flags_are_part_of_the_camera_input() -> None:
-    """Flags may be sent through stock vLLM as `multi_modal_data={"camera": {"poses": ...,
+    """Flags can be sent through stock vLLM as `multi_modal_data={"camera": {"poses": ...,
     "intrinsics": ..., "action": ...}}`.
     """
     parsed = NamedTensorsParser().parse_mm_data({"camera": dict(path(action=torch.ones(FIRST, 4)))})

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot World adapters, including those of its camera layers, equal merged weights. Every CUDA
-graph belongs to one adapter.
+"""LingBot World adapters, including those for its camera layers, give the same results as merged
+weights. Every CUDA graph belongs to one adapter.
 """
 
 from pathlib import Path

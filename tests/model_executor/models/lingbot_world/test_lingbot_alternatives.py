@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alternatives taken from other implementations and selected by name: formulas, memory sizes,
-sessions, and ranks.
+"""Tests of alternatives taken from other implementations and selected by name: formulas, memory
+sizes, sessions and ranks.
 
-The tests check each formula against an independent computation over whole clips, with only the VAE,
-or against recorded tensors. test_lingbot_camera_choices.py tests the camera.
+The tests check each formula against recorded tensors, or against an independent computation over
+whole clips that uses only the VAE. test_lingbot_camera_choices.py tests the camera.
 """
 
 from pathlib import Path
@@ -104,8 +104,9 @@ def test_second_chunk_repeats_the_second_chunk_of_the_whole_clip(
 def test_fresh_grey_is_a_grey_clip_without_its_first_latent(
     vae: StreamingWanVAE, recorded: dict[str, torch.Tensor]
 ) -> None:
-    """The condition of later chunks equals the one recorded from PR 3701's extension. The condition
-    of the first chunk, which contains the image, equals that of a whole encoded clip.
+    """The condition of later chunks equals the condition recorded from PR 3701's extension. The
+    condition of the first chunk, which contains the image, equals the condition of a clip encoded
+    as a whole.
     """
     image = recorded["image"][None, :, None]
     y, _ = conditions(GreyCondition(vae, "fresh_grey"), image, [3, 3, 3])
@@ -121,8 +122,8 @@ def test_fresh_grey_is_a_grey_clip_without_its_first_latent(
 def test_the_state_of_a_condition_is_immutable_and_within_its_estimate(
     vae: StreamingWanVAE, recorded: dict[str, torch.Tensor], later: Any
 ) -> None:
-    """An aborted chunk leaves the condition's state unchanged, a new image restarts it, and no
-    state exceeds `state_nbytes`.
+    """An aborted chunk does not change the condition's state, a new image resets it, and no state
+    exceeds `state_nbytes`.
     """
     image = recorded["image"][None, :, None]
     condition = GreyCondition(vae, later)
@@ -144,8 +145,8 @@ def test_the_state_of_a_condition_is_immutable_and_within_its_estimate(
 def test_a_restarted_decode_equals_pr_3701(
     vae: StreamingWanVAE, recorded: dict[str, torch.Tensor]
 ) -> None:
-    """Each later chunk is decoded together with the two preceding latent frames, starting from an
-    empty cache, and the first 5 video frames are dropped.
+    """Each later chunk is decoded from an empty cache, together with the two preceding latent
+    frames, and the first 5 video frames are dropped.
     """
     latents = recorded["latents"]
     decoder, state, pixels = ChunkDecoder(vae, continuation="restart"), None, []
@@ -167,8 +168,8 @@ def test_a_restarted_decode_equals_pr_3701(
 def test_short_chunks_restart_with_the_available_latents(
     vae: StreamingWanVAE, chunks: list[int]
 ) -> None:
-    """If only one latent frame precedes a chunk, only that frame is decoded again. Later chunks
-    decode two preceding latent frames again.
+    """If only one latent frame precedes a chunk, only that frame is decoded again. For later
+    chunks, the two preceding latent frames are decoded again.
     """
     latents = torch.randn(1, 16, sum(chunks), 2, 3, generator=torch.Generator().manual_seed(0))
     decoder, state, start = ChunkDecoder(vae, continuation="restart"), None, 0
@@ -182,8 +183,8 @@ def test_short_chunks_restart_with_the_available_latents(
 
 
 def restart_in_bands(rank: int, rendezvous: str) -> None:
-    """Compare one of two ranks, each of which decodes a band of rows, with a decoder on a single
-    rank.
+    """Compare this rank, one of two that each decode a band of rows, with a decoder that runs on a
+    single rank.
     """
     with process_group(rank, 2, rendezvous) as group:
         compare_bands(RowBands(rank, 2, group))
@@ -215,8 +216,8 @@ def compare_bands(bands: RowBands) -> None:
 
 @pytest.mark.nightly
 def test_ranks_that_share_the_decode_restart_together(tmp_path: Path) -> None:
-    """With `omni.vae_parallel`, each rank retains both preceding latent frames completely and
-    decodes its own rows of them (fp32, 1e-5).
+    """With `omni.vae_parallel`, each rank retains all rows of the two preceding latent frames but
+    decodes only its own (fp32, 1e-5).
     """
     run_ranks(restart_in_bands, (str(tmp_path / "rendezvous"),), 2)
 
@@ -244,7 +245,7 @@ def test_bytes_are_constant_and_a_fork_and_an_abandoned_chunk_leave_no_trace(
     lingbot_world: Path, convention: str
 ) -> None:
     """Over eight chunks with an image switch, a session never holds more bytes than were admitted
-    for it.
+    for it. Forks and abandoned chunks leave no trace.
     """
     world = load_world(lingbot_world, **SMALL, convention=convention)
     session = session_after(world, 0)
@@ -278,9 +279,9 @@ def test_bytes_are_constant_and_a_fork_and_an_abandoned_chunk_leave_no_trace(
 def test_a_restarting_session_reserves_two_latent_frames_instead_of_the_decoders_cache(
     lingbot_world: Path, pr3701: LingBotWorld
 ) -> None:
-    """A session whose condition and decoder restart reserves two latent frames instead of the
-    decoder's cache. It reserves no encoder cache either, because its condition starts from an empty
-    state.
+    """If a session's condition and decoder restart at each chunk, the session reserves memory for
+    two latent frames instead of the decoder's cache. It reserves no encoder cache either, because
+    its condition starts from an empty state.
     """
     params = DiffusionParams(session_id="a", prompt="a beach")
     plain = load_world(lingbot_world, **SMALL)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Camera maths that the recorded tensors do not cover: the meaning of each convention, and invalid
-input.
+"""Tests of camera maths that the recorded tensors do not cover: the meaning of each convention, and
+invalid input.
 """
 
 import math
@@ -32,8 +32,8 @@ def pose(x: float = 0.0, y: float = 0.0, z: float = 0.0, yaw: float = 0.0) -> to
 
 
 def test_a_ray_leaves_through_its_pixel_centre() -> None:
-    """A ray leaves through the centre of its pixel. For pixel (u, v) = (5, 9), the channels of
-    component c are at c * 64 + (v mod 8) * 8 + (u mod 8) of cell (1, 0).
+    """A ray passes through the centre of its pixel. For pixel (u, v) = (5, 9), component c is in
+    channel c * 64 + (v mod 8) * 8 + (u mod 8) at row 1, column 0 of the map.
     """
     intrinsics = torch.tensor([[20.0, 30.0, 8.0, 8.0]])
     maps = cam.camera_map(pose(1, 2, 3, yaw=90).unsqueeze(0), intrinsics, 16, 16)
@@ -68,8 +68,8 @@ def test_relative_motion_does_not_depend_on_the_origin() -> None:
 def test_translations_are_divided_by_a_constant_or_the_largest(
     scale: float | None, expected: list[float]
 ) -> None:
-    """Translations are divided by a constant or by the largest translation. Scaling leaves a path
-    without translation unchanged.
+    """Translations are divided by a constant or by the largest translation. Scaling does not change
+    a path without translation.
     """
     relative = torch.stack([pose(), pose(z=0.1), pose(x=0.05)])
     out = cam.scaled_translations(relative, scale)
@@ -79,7 +79,9 @@ def test_translations_are_divided_by_a_constant_or_the_largest(
 
 
 def test_latent_frames_take_every_fourth_pixel_frame() -> None:
-    """A first chunk uses pixel frames 0, 4 and 8 of 9. A later chunk uses 3, 7 and 11 of 12."""
+    """A first chunk uses pixel frames 0, 4 and 8 of its 9 frames. A later chunk uses pixel frames
+    3, 7 and 11 of its 12 frames.
+    """
     assert cam.per_latent(torch.arange(9), range(3)).tolist() == [0, 4, 8]
     assert cam.per_latent(torch.arange(12), range(3, 6)).tolist() == [3, 7, 11]
 
@@ -115,8 +117,8 @@ def test_walking_while_looking_up_stays_on_the_ground() -> None:
 
 
 def test_a_step_beyond_85_degrees_of_pitch_is_ignored() -> None:
-    """The camera pitches up by 21 steps of 4 degrees to 84 degrees, and ignores the next step
-    because it would exceed 85 degrees.
+    """The camera pitches up in 21 steps of 4 degrees to 84 degrees. It ignores the next step, which
+    would exceed 85 degrees.
     """
     _, tail = cam.integrate_actions(["i"] * 40, cam.CameraTail.origin())
     assert tail.pitch_degrees == 84
@@ -249,8 +251,8 @@ def test_bad_intrinsics_are_named(intrinsics: torch.Tensor, code: str, message: 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_fuzzed_poses_are_read_or_refused(data: Any) -> None:
-    """Whatever float is put into any element of the first pose, the result is either finite rays or
-    a `RequestFailed` error.
+    """If an element of the first pose is replaced with an arbitrary float, the result is either
+    finite rays or a `RequestFailed` error.
     """
     poses = torch.eye(4, dtype=torch.float64).repeat(9, 1, 1)
     row, column = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
@@ -266,9 +268,9 @@ def test_fuzzed_poses_are_read_or_refused(data: Any) -> None:
 
 
 def test_a_path_in_chunks_equals_the_originals_whole_path() -> None:
-    """If `camera_scale` is the largest step of a path, processing the path in chunks gives the same
-    relative poses as processing it at once. The tolerance of 1e-5 covers the fp32 rounding error of
-    3e-7.
+    """If `camera_scale` is a path's largest step, processing the path in chunks gives the same
+    relative poses as processing it at once. The tolerance of 1e-5 is well above the fp32 rounding
+    error of 3e-7.
     """
     clip = torch.stack([pose(x=0.02 * i, z=0.05 * i, yaw=0.7 * i) for i in range(33)])
     whole = prepare_trajectory(clip, torch.tensor([[416.0, 416.0, 416.0, 240.0]]), 32, 48)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Camera conventions of public implementations, selected by name and compared with recordings or
-with an independent computation.
+"""Tests of camera conventions of public implementations, which are selected by name. Each
+convention is compared with recordings or with an independent computation.
 """
 
 import itertools
@@ -35,8 +35,8 @@ def new_session(world: LingBotWorld) -> LingBotSession:
 def ray_maps(
     world: LingBotWorld, session: LingBotSession, chunks: list[dict[str, Any]], **choices: Any
 ) -> list[Any]:
-    """Return (relative poses, ray map) for each chunk under `choices`, computed by the camera code
-    alone.
+    """Return (relative poses, ray map) for each chunk with the given choices. Only the camera code
+    runs.
     """
     maps = []
     with choosing(**choices) as served:
@@ -66,7 +66,7 @@ def test_held_keys_give_the_ray_maps_of_each_implementation(
     world: LingBotWorld, recording: str, options: dict[str, Any]
 ) -> None:
     """Over three chunks, held keys give the ray maps recorded from each implementation
-    (tests/golden/lingbot, 1e-5).
+    (tests/golden/lingbot, tolerance 1e-5).
     """
     golden = load_file(GOLDEN / "camera.safetensors")
     keys = [
@@ -88,7 +88,7 @@ def test_held_keys_give_the_ray_maps_of_each_implementation(
 
 def test_chunks_may_be_relative_to_their_first_pose(world: LingBotWorld) -> None:
     """In PR 3701's extension, poses are relative to the first frame of their chunk, and
-    translations are divided by the largest translation of the chunk.
+    translations are divided by the chunk's largest translation.
     """
     generator = torch.Generator().manual_seed(4)
     chunks = []
@@ -118,9 +118,9 @@ def test_chunks_may_be_relative_to_their_first_pose(world: LingBotWorld) -> None
 
 
 def test_session_max_is_the_longest_step_so_far(world: LingBotWorld) -> None:
-    """Under `session_max`, steps are divided by the longest step so far: after a diagonal step of
-    sqrt(2) units, all later steps are divided by it, also in later chunks. A scale in the request
-    takes precedence.
+    """With `session_max`, steps are divided by the longest step so far. After a diagonal step of
+    sqrt(2) units, all later steps are divided by sqrt(2), even in later chunks. A scale in the
+    request takes precedence.
     """
     session = new_session(world)
     chunks: list[dict[str, Any]] = [
@@ -138,8 +138,8 @@ def test_session_max_is_the_longest_step_so_far(world: LingBotWorld) -> None:
 
 
 def test_bf16_rays_round_every_operation() -> None:
-    """The rays of a static camera equal a computation that rounds every operation to bf16. In bf16,
-    the pixel coordinates above 256 are already rounded before the first operation.
+    """A static camera's rays equal the result of a computation that rounds every operation to bf16.
+    In bf16, pixel coordinates above 256 are rounded even before the first operation.
     """
     height, width = 480, 832
     ours = camera_map(
@@ -163,7 +163,7 @@ def test_bf16_rays_round_every_operation() -> None:
 
 def test_a_bf16_camera_loses_small_steps_far_from_the_origin(world: LingBotWorld) -> None:
     """A bf16 camera rounds poses before it computes the steps between them. After thirty frames,
-    steps are therefore off by up to 0.2 of their length.
+    steps are therefore off by up to 20 % of their length.
     """
     keys = [["w", "l"] if index % 3 else ["w"] for index in range(30)]
     chunks = [{"actions": keys[start : start + 3]} for start in range(0, 30, 3)]

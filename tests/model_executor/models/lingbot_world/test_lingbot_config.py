@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architecture read from checkpoints in both key styles, options, and the resulting chunk plan."""
+"""Tests of the architecture read from configs in both key styles, of options, and of the resulting
+chunk plan.
+"""
 
 import re
 import typing
@@ -110,7 +112,7 @@ def test_what_the_code_does_not_implement_is_an_error(change: dict[str, Any], me
 
 def test_a_checkpoint_may_define_its_window() -> None:
     """The values `local_attn_size = -1, sink_size = 0` do not define a window, because they are the
-    defaults of the original code.
+    original code's defaults.
     """
     silent = LingBotWorldConfig.from_checkpoint({**ORIGINAL, "local_attn_size": -1, "sink_size": 0})
     assert (silent.window_frames, silent.sink_frames) == (None, None)
@@ -175,8 +177,8 @@ def test_windows_that_cannot_serve_a_chunk_are_refused(
 
 
 def test_conventions_differ_in_the_documented_choices() -> None:
-    """Conventions differ only in the documented choices. The default convention is the one for
-    interactive worlds.
+    """Conventions differ from each other only in the documented choices. The default is the
+    convention for interactive worlds.
     """
     sglang = {
         "residual_dtype": "model",
@@ -223,8 +225,8 @@ def test_every_value_of_a_choice_belongs_to_a_convention_and_is_documented(choic
 
 
 def test_versions_differ_in_schedule() -> None:
-    """v1 uses shift 10 with indices 0, 179, 358 and 679. v2 uses shift 5 with indices 0, 250, 500
-    and 750 (t = 625 at the last step).
+    """v1 uses a shift of 10 with the indices 0, 179, 358 and 679. v2 uses a shift of 5 with the
+    indices 0, 250, 500 and 750 (t = 625 at the last step).
     """
     v1, v2 = LingBotOptions.parse({}), LingBotOptions.parse({}, checkpoint_version="v2")
     assert v1.denoise_schedule().timesteps[3] == pytest.approx(825.404988, abs=1e-6)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Later chunks attend to the keys and values of either the clean-context pass or the last denoise
-step.
+"""Later chunks attend to keys and values written by either the clean-context pass or the last
+denoise step.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ def _window_of(request: DiffusionRequest) -> torch.Tensor:
 
 
 def _run_chunks(world: LingBotWorld, chunks: int) -> list[tuple[list[torch.Tensor], torch.Tensor]]:
-    """Return, for each chunk, the K/V window after each pass and the latents."""
+    """For each chunk, return the latents and the K/V window after each pass."""
     session, results = open_session(world, output="latents"), []
     for _ in range(chunks):
         request, windows = make_request(world, session, prompt="a beach", output="latents"), []
@@ -52,8 +52,8 @@ def test_later_chunks_attend_to_the_last_step(lingbot_world: Path) -> None:
 
 def test_a_chunk_of_one_step_has_the_clean_pass(lingbot_world: Path) -> None:
     """A one-step chunk keeps its clean-context pass, because its only step sees nothing but noise.
-    This holds whether all chunks have one step (the `realtime` preset of a world model trained for
-    one step) or only this chunk was reduced to one step.
+    This applies both if all chunks have one step (the `realtime` preset of a world model trained
+    for one step) and if only this chunk was reduced to one step.
     """
     world = load_world(lingbot_world, context_kv="last_step", sink_frames=0)
     request = make_request(world, open_session(world), prompt="a beach")

@@ -28,8 +28,8 @@ BASE, FAST = (piece.repo for piece in PIECES)
 def download(
     endpoint: str, out: Path, tmp_path: Path, model: str = "lingbot_world_fast"
 ) -> tuple[int, str]:
-    """Return the exit status and output of the command, run in a process forked from one that has
-    already imported the libraries.
+    """Run the command and return its exit status and output. It runs in a process forked from the
+    fork server, which has already imported the libraries.
     """
     environment = {
         "HF_ENDPOINT": endpoint,
@@ -50,7 +50,7 @@ def download(
 
 
 def _download(environment: dict[str, str], out: Path, model: str, log: Path) -> None:
-    os.environ.update(environment)  # the hub client reads them at import
+    os.environ.update(environment)  # the hub client reads them when it is imported
     for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
         del sys.modules[name]
     from huggingface_hub import constants
@@ -58,8 +58,8 @@ def _download(environment: dict[str, str], out: Path, model: str, log: Path) -> 
     from vllm_omni.entrypoints.cli.checkpoints import download
     from vllm_omni.entrypoints.cli.errors import CommandError
 
-    # The released weights occupy 86 GB on disk and are transferred in thousands of chunks per file.
-    # The tiny stand-in reproduces neither.
+    # The released weights take up 86 GB on disk and are transferred in thousands of chunks per
+    # file. The stand-in is tiny, so use smaller chunks and skip the disk check.
     constants.DOWNLOAD_CHUNK_SIZE = 1 << 16
     download._check_disk = lambda out, gigabytes: None
     with log.open("w") as output, redirect_stdout(output), redirect_stderr(output):
@@ -82,8 +82,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def released_contents(folder: Path) -> dict[str, bytes]:
-    """Return the downloaded files of a release, after checking that the `config.json` for `vllm
-    serve` exists and removing it from the result.
+    """Return the content of a release's downloaded files. The function checks that the
+    `config.json` for `vllm serve` exists, but does not return it.
     """
     found = contents(folder)
     assert "model_type" in json.loads(found.pop(ROOT_CONFIG))
@@ -91,12 +91,13 @@ def released_contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_broken_transfer_resumes_and_the_result_is_a_checkpoint(tmp_path: Path) -> None:
-    """Both repositories are downloaded into one original layout, byte for byte. A truncated
-    download resumes where it stopped, and files that the layout does not use are not downloaded.
+    """Both repositories are downloaded, byte for byte, into one directory with the original layout.
+    A truncated download resumes where it stopped, and files that the layout does not use are not
+    downloaded.
     """
     base, fast, out = (tmp_path / name for name in ("base", "fast", "world"))
     make_tiny(base, 0, "original")
-    (base / TINY_VAE_FILE).unlink()  # belongs to another project's release
+    (base / TINY_VAE_FILE).unlink()  # part of another project's release
     released = contents(base)
     (base / "lingbot_world_fast").rename(fast)
     (base / "high_noise_model").mkdir()
@@ -124,8 +125,8 @@ def test_a_broken_transfer_resumes_and_the_result_is_a_checkpoint(tmp_path: Path
 def test_releases_of_v2_arrive_as_checkpoints(
     tmp_path: Path, release: str, layout: str, folder: str
 ) -> None:
-    """Every file of a v2 release is where its layout expects it, and the directory's name
-    identifies the version.
+    """Every file of a v2 release is downloaded to the path that its layout requires, and the
+    directory's name identifies the version.
     """
     source, tiny = RELEASES[f"lingbot_world_v2_{release}"], tmp_path / "tiny"
     make_tiny(tiny, 0, layout)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions with CUDA graphs are bit-identical to sessions without them.
 
-On a CPU, a simulated "graph" reruns the forward pass with the host-side decisions made at capture.
-An incomplete graph key (for example, one without the camera) therefore changes the latents.
+On a CPU, a simulated "graph" reruns the forward pass with the host-side decisions made during
+capture. An incomplete graph key (for example, one without the camera) would therefore change the
+latents.
 """
 
 from pathlib import Path
@@ -28,8 +29,8 @@ WALKS = ([["w"], ["w", "j"], ["i"]], [["s"], [], ["l"]])
 
 
 def walk(world: LingBotWorld, start: int = 0) -> list[torch.Tensor]:
-    """Return the latents of a new session with a different camera motion in each chunk, and close
-    the session.
+    """Run and close a new session with a different camera motion in each chunk, and return its
+    latents.
     """
     session = open_session(world, output="latents")
     latents = [
@@ -48,8 +49,8 @@ def test_sessions_with_graphs_equal_sessions_without(
 ) -> None:
     """The second session only replays graphs captured by the first session.
 
-    The expected number of graphs is the number of ring positions (those while the ring fills and
-    those after) times the number of kinds of pass.
+    The expected number of graphs is the number of ring positions (while the ring is filling and
+    afterwards) times the number of kinds of passes.
     """
     plain, by_graphs = (load_world(lingbot_world, kv_dtype=kv_dtype, **OPTIONS) for _ in range(2))
     by_graphs.transformer.graphs = ForwardGraphs(capture=hold)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor, sequence and pipeline parallel runs give the same results as one rank (fp32, gloo, two
+"""Tensor-, sequence- and pipeline-parallel runs give the same results as one rank (fp32, gloo, two
 processes).
 """
 
@@ -20,8 +20,8 @@ from vllm_omni.model_executor.layers.collectives.parallel import (
 
 FP8 = torch.float8_e4m3fn
 TOLERANCE = 1e-5
-"""Tolerance for four chunks in fp32, because splitting sums over ranks changes the order of
-summation.
+"""Tolerance for four chunks in fp32. Results are not bit-identical, because splitting sums across
+ranks changes the order of summation.
 """
 
 
@@ -62,16 +62,16 @@ def test_two_ranks_equal_one(
     hopper: bool,
     tmp_path: Path,
 ) -> None:
-    """Two ranks equal one rank, both for 18 tokens per chunk and for 9 tokens, which cannot be
-    divided evenly.
+    """Two ranks give the same results as one rank, both for 18 tokens per chunk and for 9 tokens,
+    which cannot be divided evenly.
     """
     arguments = (str(tmp_path / "rendezvous"), sequence_parallel, height, storage, hopper)
     run_ranks(_compare, arguments, 2)
 
 
 def test_two_pipeline_stages_equal_one() -> None:
-    """Two pipeline stages give bit-identical results. Stage 0 has the patch embedding and stage 1
-    the head. Each stage computes the conditions of its own blocks.
+    """Two pipeline stages give the same results as one rank, bit for bit. Stage 0 has the patch
+    embedding, and stage 1 has the head. Each stage computes the conditions for its own blocks.
     """
     data = inputs()
     stages = [load_tiny(ParallelContext(stage=stage, num_stages=2)) for stage in range(2)]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni verify lingbot_world` passes on the recorded directory and detects damage to each kind
-of file.
+"""`vllm-omni verify lingbot_world` passes for the recorded directory and detects damage to each
+kind of file.
 """
 
 import json
@@ -21,7 +21,7 @@ _AUXILIARY = (
 
 
 def copy(directory: Path, *names: str) -> Path:
-    """Copy scenario files and the files that they require."""
+    """Copy scenario files, and the files that they require, to `directory`."""
     for name in (*names, *_AUXILIARY):
         shutil.copyfile(GOLDEN / name, directory / name)
     return directory
@@ -103,7 +103,9 @@ def test_a_changed_weight_fails(tmp_path: Path) -> None:
     ids=["sink", "window", "eps"],
 )
 def test_the_metadata_defines_the_architecture(key: str, value: float, tmp_path: Path) -> None:
-    """Verification fails if the metadata describes another architecture than the recording used."""
+    """Verification fails if the metadata describes a different architecture from the
+    recording's.
+    """
     path = copy(tmp_path, "dit_window9_sink3_c3.safetensors") / "dit_window9_sink3_c3.safetensors"
     change_settings(path, "cfg", **{key: value})
     if key == "local_attn_size":
@@ -158,7 +160,7 @@ def test_a_second_vae_recording_is_compared(tmp_path: Path) -> None:
 
 
 def test_an_unknown_recorded_setting_of_the_vae_is_refused(tmp_path: Path) -> None:
-    """An unknown recorded setting of the VAE is refused, because ignoring it would mean comparing a
+    """An unknown recorded VAE setting is refused, because ignoring it would mean comparing a
     different network.
     """
     path = copy(tmp_path, "vae.safetensors") / "vae.safetensors"

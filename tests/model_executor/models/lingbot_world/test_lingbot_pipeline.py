@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LingBot World model driven as the runner drives it: sessions, chunks, and isolation between
-sessions.
+"""Tests of a LingBot World model driven as the runner drives it: sessions, chunks, and isolation
+between sessions.
 """
 
 from pathlib import Path
@@ -39,14 +39,16 @@ from vllm_omni.model_executor.models.lingbot_world.state import LingBotSession, 
 from vllm_omni.outputs import RequestFailed
 
 PIXELS_TOLERANCE = 1
-"""Tolerance in uint8 levels, because a different order of summation moves a value across at most
-one rounding boundary.
+"""Tolerance in uint8 levels. A different order of summation moves a value across at most one
+rounding boundary.
 """
 
 
 @pytest.fixture(scope="module", params=[None, torch.float8_e4m3fn], ids=["plain K/V", "FP8 K/V"])
 def any_world(request: pytest.FixtureRequest, lingbot_world: Path) -> LingBotWorld:
-    """Return a model with a window of 7 frames and 2 sinks, which is full after three chunks."""
+    """Return a model with a window of 7 frames and 2 sinks. The window is full after three
+    chunks.
+    """
     return load_world(lingbot_world, window_frames=7, sink_frames=2, kv_dtype=request.param)
 
 
@@ -90,8 +92,8 @@ def test_a_session_streams_9_then_12_frames(world: LingBotWorld) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @torch.inference_mode()
 def test_a_chunk_starts_without_waiting_for_the_gpu(lingbot_world: Path) -> None:
-    """A chunk, even one with a new prompt or a new image, starts without waiting for the GPU. The
-    GPU would otherwise idle while the host launches the first step.
+    """A chunk, even one with a new prompt or a new image, starts without waiting for the GPU.
+    Otherwise, the GPU would be idle while the host launches the first step.
     """
     with torch.device("cuda"):
         world = load_world(lingbot_world, window_frames=7, sink_frames=2)
@@ -132,7 +134,8 @@ def test_request_fields_change_the_frames(world: LingBotWorld, change: dict[str,
 
 def test_poses_equal_the_actions_that_produce_them(world: LingBotWorld) -> None:
     """Poses give the same frames as the actions that produce them. A client sends one pose per
-    pixel frame, and the model uses every fourth pose. Intrinsics refer to 480 x 832.
+    pixel frame, and the model uses every fourth pose. Intrinsics refer to an image of 480 x 832
+    pixels.
     """
     held = ["w", "wj", "i", "w", "d", "d"]
     path, _ = integrate_actions(held, CameraTail.origin())
@@ -155,7 +158,7 @@ def test_poses_equal_the_actions_that_produce_them(world: LingBotWorld) -> None:
 def test_a_session_may_return_latents(
     world: LingBotWorld,
 ) -> None:
-    """The first chunk of a session decides whether the session returns latents."""
+    """A session's first chunk determines whether the session returns latents."""
     session = open_session(world, output="latents")
     meta, tensors = run_chunk(world, session, prompt="a beach", output="latents")
     assert meta["num_frames"] == 9
@@ -183,8 +186,8 @@ def test_decoding_the_latents_of_a_session_gives_its_frames(world: LingBotWorld)
 def test_sessions_at_different_steps_and_chunks_in_one_batch_equal_solo_runs(
     world: LingBotWorld,
 ) -> None:
-    """The latents of batched sessions are within 1e-4 of those of solo runs. Three sessions start
-    at different times, so every batch mixes denoise steps.
+    """The latents of batched sessions are within 1e-4 of the latents of the same sessions run
+    alone. Three sessions start at different times, so every batch mixes denoise steps.
     """
     pairs, mixed = run_staggered(
         world,
@@ -199,8 +202,9 @@ def test_sessions_at_different_steps_and_chunks_in_one_batch_equal_solo_runs(
 
 
 def test_an_aborted_chunk_leaves_the_session_byte_identical(any_world: LingBotWorld) -> None:
-    """Aborting a chunk before, between or after its denoise steps, or after decoding, leaves the
-    session byte-identical, even once the window is full. The retried chunk gives the same result.
+    """Aborting a chunk before, between or after its denoise steps, or after decoding, does not
+    change any byte of the session, even once the window is full. The retried chunk gives the same
+    result as a chunk that was never aborted.
     """
     session = open_session(any_world)
     run_chunk(any_world, session, prompt="a beach")
@@ -304,8 +308,8 @@ def test_a_first_chunk_of_one_latent_frame(lingbot_world: Path) -> None:
 def test_pipeline_stages_equal_one_rank_bit_for_bit(
     lingbot_world: Path, any_world: LingBotWorld
 ) -> None:
-    """Two pipeline stages are bit-identical to one rank when, as in the runner, hidden states are
-    sent to the next stage and latents back to the first.
+    """Two pipeline stages give the same results as one rank, bit for bit. As in the runner, hidden
+    states are sent to the next stage, and latents are sent back to the first.
     """
     options = {"window_frames": 7, "sink_frames": 2, "kv_dtype": any_world.kv_dtype}
     stages = [
@@ -406,8 +410,8 @@ def test_warm_up_runs_the_largest_shape(world: LingBotWorld) -> None:
 
 @pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
 def test_a_parameter_without_effect_is_refused(world: LingBotWorld, field: str) -> None:
-    """A request parameter that has no effect on the model is refused with an error that names
-    it.
+    """A request parameter that the model does not use is refused with an error that names the
+    parameter.
     """
     session = open_session(world)
     with pytest.raises(RequestFailed, match=f"does not use {field}") as refused:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot v2 before distillation uses two K/V windows per session, one solver per chunk, and
-guidance. Other tests compare the computed values with recorded tensors.
+"""The undistilled LingBot v2 uses two K/V windows per session, one solver per chunk, and guidance.
+Other tests compare the computed values with recorded tensors.
 """
 
 from collections.abc import Callable
@@ -71,8 +71,8 @@ def test_a_chunk_has_forty_steps_and_a_clean_context_pass(world: LingBotWorld) -
 
 
 def test_every_chunk_restarts_its_solver(world: LingBotWorld) -> None:
-    """Every chunk restarts its solver, so a chunk aborted between solver steps leaves no trace in
-    the next chunk.
+    """Every chunk starts with a fresh solver, so a chunk aborted between solver steps leaves no
+    trace in the next chunk.
     """
     session = open_session(world, "left", output="latents")
     left = make_request(world, session, prompt=PROMPT, output="latents")
@@ -98,7 +98,7 @@ def test_latents_depend_on_both_prompts(
 
 def test_two_sessions_in_one_forward_equal_each_alone(world: LingBotWorld) -> None:
     """Two sessions at the same step share one forward pass for both guidance branches, and each
-    equals its solo run.
+    session gives the same latents as when it runs alone.
     """
     alone = [latents(world, f"alone{seed}", 1, seed=seed) for seed in (1, 2)]
     requests = []
@@ -114,8 +114,8 @@ def test_two_sessions_in_one_forward_equal_each_alone(world: LingBotWorld) -> No
 
 
 def test_a_session_and_its_fork_have_two_windows(world: LingBotWorld) -> None:
-    """The memory size of a session includes both windows, and a fork continues with the same
-    result.
+    """A session's memory size includes both windows, and a fork continues with the same latents as
+    the original session.
     """
     session = open_session(world, "forked", output="latents")
     assert isinstance(session.window, GuidedWindows)
@@ -134,7 +134,7 @@ def test_a_session_and_its_fork_have_two_windows(world: LingBotWorld) -> None:
 
 def test_attention_is_global_unless_a_window_is_set(checkpoint: Path, world: LingBotWorld) -> None:
     """Without a window, a session ends after 21 latent frames, as in the original implementation.
-    Windows are an extension of this package.
+    Windows are an extension that this package adds.
     """
     assert (world.plan.window_frames, world.plan.sink_frames) == (21, 21)
     with pytest.raises(RequestFailed, match="global attention holds 21 latent frames"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session may have its own window and sinks while other sessions use the server's."""
+"""A session can have its own window and sinks while other sessions use the server's."""
 
 from pathlib import Path
 
@@ -32,8 +32,9 @@ def latents(world: LingBotWorld, count: int, **window: int) -> list[torch.Tensor
 def test_a_session_window_equals_a_server_with_that_window(
     world: LingBotWorld, lingbot_world: Path
 ) -> None:
-    """A session with its own window is bit-identical to a session on a server configured with that
-    window, even once the window is full. The server's other sessions see more frames.
+    """A session with its own window generates the same latents, bit for bit, as a session on a
+    server configured with that window, even once the window is full. The server's other sessions
+    see more frames.
     """
     served = load_world(lingbot_world, **OWN)
     own, there, usual = latents(world, 4, **OWN), latents(served, 4), latents(world, 4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot World with the tiny decoder: frames and invalid options."""
+"""Tests of LingBot World with the tiny decoder: frames and invalid options."""
 
 import dataclasses
 from pathlib import Path
@@ -29,8 +29,8 @@ SMALL: dict[str, Any] = {"window_frames": 7, "sink_frames": 2}
 def test_frames_are_the_sessions_latents_decoded_as_one_clip(
     lingbot_world: Path, chunk: int
 ) -> None:
-    """The frames of a session equal its latents decoded as one clip, so chunk borders are
-    invisible. The weights are in the checkpoint's directory, and the exact decoder is not loaded.
+    """A session's frames equal its latents decoded as one clip, so chunk boundaries are invisible.
+    The weights are in the checkpoint's directory, and the exact decoder is not loaded.
     """
     world = load_world(lingbot_world, decoder="tiny", latent_frames_per_chunk=chunk, **SMALL)
     assert world.vae.has_encoder and not world.vae.has_decoder
@@ -56,8 +56,8 @@ def test_frames_are_the_sessions_latents_decoded_as_one_clip(
 
 
 def test_missing_weights_are_refused_at_start(lingbot_world: Path) -> None:
-    """If the weights of the tiny decoder are missing, every rank refuses to start, including ranks
-    that do not decode.
+    """If the tiny decoder's weights are missing, every rank refuses to start, including ranks that
+    do not decode.
     """
     layout = dataclasses.replace(find_layout(lingbot_world), tiny_vae=None)
     for parallel in (ParallelContext(), ParallelContext(vae_stage=True)):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transformer behaviour that the recorded tensors do not cover: batching, the clean-context pass,
-precision, and compiled ops.
+"""Tests of transformer behaviour that the recorded tensors do not cover: batching, the
+clean-context pass, precision and compiled ops.
 """
 
 import pytest
@@ -17,8 +17,8 @@ def test_text_of_another_shape_is_refused() -> None:
 
 @torch.no_grad()
 def test_a_bf16_residual_stays_close() -> None:
-    """In a bf16 model, the flow with a bf16 residual stream differs from that with an fp32 residual
-    stream by less than 5 % of the largest flow value.
+    """In a bf16 model, using a bf16 rather than an fp32 residual stream changes the flow by less
+    than 5 % of the largest flow value.
     """
     flows = []
     for residual_fp32 in (True, False):
@@ -37,8 +37,8 @@ def test_a_bf16_residual_stays_close() -> None:
 
 @torch.no_grad()
 def test_compiled_ops_give_the_same_flow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled ops give the same flow (fp32, 1e-5) and are traced without graph breaks. The test
-    uses the aot_eager backend, because it needs no C++ compiler.
+    """Compiled ops give the same flow as plain ops (fp32, 1e-5) and are traced without graph
+    breaks. The test uses the aot_eager backend, because it needs no C++ compiler.
     """
     real = torch.compile
     monkeypatch.setattr(

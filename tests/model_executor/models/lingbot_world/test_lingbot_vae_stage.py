@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot World with decoding on a separate pipeline stage gives the same frames as on one rank."""
+"""LingBot World gives the same frames whether decoding runs on a separate pipeline stage or
+everything runs on one rank.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ PROMPTS = ("a beach", None, "a town at night", None)
 
 @pytest.mark.parametrize("options", [SMALL, RESTART, TINY], ids=["cache", "restart", "tiny"])
 def test_frames_equal_those_of_one_rank(lingbot_world: Path, options: dict[str, Any]) -> None:
-    """The frames equal those of one rank, also after a prompt switch. The stage with the
+    """The frames are the same as with one rank, even after a prompt switch. The stage with the
     transformer layers has no decoder.
     """
     one = load_world(lingbot_world, **options)

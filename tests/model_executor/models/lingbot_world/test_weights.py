@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight names and strict loading. The name tables cover every tensor of the released
+"""Tests of weight names and strict loading. The name tables contain every tensor in the released
 checkpoints.
 """
 
@@ -43,7 +43,9 @@ def tiny_text_config() -> UMT5Config:
 
 
 def wan_text_names(num_layers: int) -> dict[str, str]:
-    """Return the transformers name of every tensor of Wan's text encoder, written out by hand."""
+    """Return the name that Transformers uses for each tensor in Wan's text encoder, written out by
+    hand.
+    """
     names = {
         "token_embedding.weight": "shared.weight",
         "norm.weight": "encoder.final_layer_norm.weight",
@@ -73,8 +75,8 @@ def test_vae_rules_map_all_194_names_of_the_original():
 
 
 def test_rules_keep_library_names():
-    """Renaming leaves diffusers and transformers names unchanged, so both layouts load in the same
-    way.
+    """Renaming does not change names that diffusers and Transformers use, so both layouts load in
+    the same way.
     """
     recorded = json.loads((GOLDEN / "vae_key_map.json").read_text())
     assert [rename(name, VAE_RULES) for name in recorded.values()] == list(recorded.values())
@@ -101,8 +103,8 @@ def test_the_full_size_text_encoder_matches_wans_names():
 
 
 def test_the_full_size_transformer_table_has_the_published_sizes():
-    """The full-size transformer has 1421 tensors with 18,544,332,864 parameters, 456,272,384 of
-    them per block.
+    """The full-size transformer has 1421 tensors with 18,544,332,864 parameters. Each block has
+    456,272,384 parameters.
     """
     shapes = transformer_shapes(LingBotWorldConfig())
     sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
@@ -141,7 +143,7 @@ def test_pipeline_stages_together_load_every_tensor(num_stages):
 
 
 def test_a_transformer_loads_from_several_files(tmp_path):
-    """Without an index, all weight files of the folder are read."""
+    """If there is no index, all weight files in the folder are read."""
     stored = load_file(GOLDEN / "dit_tiny_weights.safetensors")
     names = sorted(stored)
     save_file({name: stored[name] for name in names[:40]}, tmp_path / "a.safetensors")
@@ -153,7 +155,7 @@ def test_a_transformer_loads_from_several_files(tmp_path):
 
 
 def test_a_vae_and_each_half_load_from_wans_pth(tmp_path):
-    """The whole VAE and each of its halves load the same values from Wan's `.pth`."""
+    """The whole VAE and each of its halves load the same values from Wan's `.pth` file."""
     stored = load_file(GOLDEN / "vae_tiny_weights_orig_names.safetensors")
     torch.save(stored, tmp_path / "Wan2.1_VAE.pth")
     whole = StreamingWanVAE(VAEConfig(base_dim=4))
@@ -166,8 +168,8 @@ def test_a_vae_and_each_half_load_from_wans_pth(tmp_path):
 
 
 def test_a_text_encoder_loads_from_both_layouts(tmp_path):
-    """A text encoder loads identically from a `.pth` with Wan's names and from safetensors with
-    transformers' names.
+    """A text encoder loads the same weights from a `.pth` file with Wan's names as from safetensors
+    files with Transformers' names.
     """
     reference = UMT5EncoderModel(tiny_text_config())
     tensors = dict(reference.named_parameters())
@@ -234,8 +236,8 @@ def stored_two_layers(tmp_path: Path, change) -> Path:
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_with_counts_and_examples(tmp_path, change, message):
-    """Missing, unexpected, misshapen and non-finite tensors are refused with their count and up to
-    three examples.
+    """Missing, unexpected, misshapen and non-finite tensors are rejected with an error that states
+    their number and up to three examples.
     """
     source = open_tensors(stored_two_layers(tmp_path, change))
     module = TwoLayers()
@@ -245,8 +247,8 @@ def test_tensors_that_do_not_fit_are_refused_with_counts_and_examples(tmp_path, 
 
 
 def test_two_names_for_one_parameter_are_refused(tmp_path):
-    """Two names for one parameter are refused, because the result would depend on the order in
-    which they are read.
+    """Two names for one parameter are rejected, because the result would depend on which of them is
+    read first.
     """
     source = open_tensors(stored_two_layers(tmp_path, lambda t: t.update(bias=torch.zeros(3))))
     module = TwoLayers()
@@ -255,7 +257,7 @@ def test_two_names_for_one_parameter_are_refused(tmp_path):
 
 
 def test_no_parameter_changes_when_shapes_do_not_fit(tmp_path):
-    """No parameter changes when shapes do not fit, because all shapes are checked before any
+    """If shapes do not fit, no parameter changes, because all shapes are checked before any
     parameter is written.
     """
     source = open_tensors(stored_two_layers(tmp_path, lambda t: t.pop("second.bias")))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""World models with poses: the start pose, motion from controls, and the network's input."""
+"""Tests of world models with poses: the start pose, motion from controls, and the network's
+input.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,7 +53,7 @@ def world(checkpoint: Path) -> LingBotWorld:
 
 @pytest.fixture(scope="module")
 def known_image(checkpoint: Path) -> torch.Tensor:
-    """Return the start image `south`, at z = -4 m and facing north."""
+    """Return the `south` start image, which shows the view from z = -4 m to the north."""
     with Image.open(checkpoint / "south.png") as image:
         return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(
             HEIGHT, WIDTH, 3
@@ -59,8 +61,8 @@ def known_image(checkpoint: Path) -> torch.Tensor:
 
 
 def chunk_poses(world: LingBotWorld, session: Any, tensors: Any = None, **params: Any) -> Any:
-    """Run a chunk and return the poses (x, z, heading, pitch) that it reports, or None if they are
-    unknown.
+    """Run a chunk and return the poses (x, z, heading, pitch) that it reports, or None if the poses
+    are unknown.
     """
     return run_chunk(world, session, tensors, prompt="a day", **params)[0].get("world_poses")
 
@@ -76,7 +78,7 @@ def poses_tensors(poses: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def test_a_start_pose_is_the_pose_of_the_first_latent_frame(world: LingBotWorld) -> None:
-    """The first latent frame has the start pose, whatever keys are held, because it is the start
+    """Whatever keys are held, the first latent frame has the start pose, because it is the start
     image.
     """
     rows = chunk_poses(
@@ -137,7 +139,7 @@ def test_a_model_without_poses_refuses_a_start_pose(tmp_path: Path) -> None:
 
 
 def test_walls_stop_held_keys(world: LingBotWorld) -> None:
-    """A wall at z = 3 m stops the camera, which reaches the wall from z = 0 in six steps."""
+    """A wall at z = 3 m stops the camera, which reaches the wall from z = 0 m in six steps."""
     session, north = open_session(world), {"x_m": 0.0, "z_m": 0.0, "heading_degrees": 0.0}
     rows = chunk_poses(world, session, actions=[["w"]] * 3, options={"start_pose": north})
     for _ in range(4):
@@ -147,8 +149,8 @@ def test_walls_stop_held_keys(world: LingBotWorld) -> None:
 
 @pytest.mark.parametrize("start", [{}, {"start_pose": {**ELSEWHERE, "pitch_degrees": 0.0}}])
 def test_a_world_limits_how_far_keys_look_down(world: LingBotWorld, start: dict[str, Any]) -> None:
-    """A world's pitch limit applies to sessions with and without a known pose, as the endpoints
-    assume for camera commands.
+    """A world's pitch limit applies to sessions both with and without a known pose, as the
+    endpoints assume for camera commands.
     """
     assert world.world is not None
     limited = replace(world.world, pitch_limit_degrees=12.0)
@@ -161,8 +163,8 @@ def test_a_world_limits_how_far_keys_look_down(world: LingBotWorld, start: dict[
 
 
 def test_analog_axes_add_to_keys(world: LingBotWorld) -> None:
-    """Analog axes (half a step forward, a turn of ten degrees and a mouse turn) add to the held
-    keys.
+    """Motion from analog axes (half a step forward, a turn of ten degrees and a mouse turn) is
+    added to the motion from held keys.
     """
     session = open_session(world)
     frame = ActionFrame(("l",), {"forward": 0.5, "yaw": 4.0, "turn": 10.0, "look": 5.0})
@@ -176,8 +178,8 @@ def test_analog_axes_add_to_keys(world: LingBotWorld) -> None:
 
 
 def test_poses_of_a_client_ignore_walls(world: LingBotWorld) -> None:
-    """Poses sent by a client are used unchanged, even inside walls. In this world, 0.5 units are 5
-    m.
+    """Poses sent by a client are used as they are, even inside walls. In this world, 0.5 units are
+    5 m.
     """
     eye = [torch.eye(4) for _ in range(FIRST)]
     for frame in range(FIRST):
@@ -190,8 +192,8 @@ def test_poses_of_a_client_ignore_walls(world: LingBotWorld) -> None:
 
 
 def test_poses_of_a_client_are_relative_to_the_first(world: LingBotWorld) -> None:
-    """A client may use any origin for its poses, because its pose of frame 0 is mapped to the start
-    pose.
+    """A client can use any origin for its poses, because the pose for frame 0 is mapped to the
+    start pose.
     """
     there = world_pose(0.3, 0.7, 45.0)
     poses = [there.clone() for _ in range(FIRST)]
@@ -234,7 +236,7 @@ def play(
 
 
 def resting_session(world: LingBotWorld) -> Any:
-    """Return a session that moved for one chunk and then rested for two."""
+    """Return a session in which the camera moved for one chunk and then rested for two."""
     session = open_session(world, output="latents")
     play(world, session, prompt="a day", options={"start_pose": ELSEWHERE})
     play(world, session, "d")
@@ -244,7 +246,7 @@ def resting_session(world: LingBotWorld) -> Any:
 
 def test_the_window_omits_chunks_of_a_camera_at_rest(world: LingBotWorld) -> None:
     """While the camera rests, only one chunk at its pose is written to the window. Later chunks are
-    omitted because they would differ only in their noise.
+    omitted, because they would differ from that chunk only in their noise.
     """
     session = resting_session(world)
     assert session.window.committed_frames == 9
@@ -271,8 +273,8 @@ def test_poses_of_a_client_may_rest_too(world: LingBotWorld) -> None:
 
 
 def test_a_new_prompt_is_written_until_it_fills_the_window(world: LingBotWorld) -> None:
-    """After a new prompt, two chunks of three frames are written although the camera rests, because
-    the window has room for five frames in addition to its sinks.
+    """After a new prompt, two chunks of three frames are written although the camera is at rest,
+    because the window has room for five frames in addition to its sinks.
     """
     session = resting_session(world)
     play(world, session, prompt="a night")
@@ -307,9 +309,8 @@ def test_a_fork_of_a_resting_session_continues_with_the_same_bits(world: LingBot
 def test_omitted_frames_that_do_not_fit_the_chunk_are_refused(
     world: LingBotWorld, omitted: int
 ) -> None:
-    """A snapshot whose number of omitted frames contradicts its chunk number, for example a forged
-    snapshot, is refused. After four chunks of three frames, this session's window holds nine
-    frames.
+    """A snapshot is refused if its number of omitted frames contradicts its chunk number, as in a
+    forged snapshot. After four chunks of three frames, this session's window holds nine frames.
     """
     session = resting_session(world)
     session.omitted_frames = omitted
@@ -321,7 +322,9 @@ def test_omitted_frames_that_do_not_fit_the_chunk_are_refused(
 
 
 def test_rays_are_unit_vectors_in_world_coordinates() -> None:
-    """When the camera faces east, the ray through the middle of the image points along x."""
+    """When the camera faces east, the ray through the middle of the image points along the x
+    axis.
+    """
     view = torch.tensor([[31.2, 31.2, 24.0, 16.0]], dtype=torch.float64)
     rays = token_rays(view, HEIGHT, WIDTH)
     assert rays.shape == (1, 6, 16, 3) and torch.allclose(
@@ -350,8 +353,8 @@ def test_the_pose_changes_the_frames(world: LingBotWorld) -> None:
 
 
 def test_known_and_unknown_poses_share_a_batch(world: LingBotWorld) -> None:
-    """Sessions with known and with unknown poses may share a batch, and each gets the same result
-    as in a solo run.
+    """Sessions with known and unknown poses can share a batch, and each gets the same result as
+    when it runs alone.
     """
 
     def request(session: Any, options: dict[str, Any]) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drives a `MatrixGame` through the `WorldDriver` interface."""
+"""Drives a `MatrixGame` model through the `WorldDriver` interface."""
 
 from helpers.golden import golden_folder
 from helpers.world_driver import WorldDriver, random_image

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of controls to the action values that each latent frame sees, and invalid controls."""
+"""Tests of the conversion of controls to the action values that each latent frame sees, and of
+invalid controls.
+"""
 
 from typing import Any
 
@@ -113,8 +115,8 @@ def test_tensors_have_entries_per_latent_or_per_video_frame() -> None:
 
 
 def test_a_latent_frame_sees_twelve_video_frames_but_not_its_own_last() -> None:
-    """Latent frame k sees the actions of video frames 4 k - 12 .. 4 k - 1. The action of the first
-    frame stands in for those before it.
+    """Latent frame k sees the actions of video frames 4 k - 12 to 4 k - 1. The first frame's action
+    stands in for the missing actions before it.
     """
     clip = torch.arange(33.0).unsqueeze(1)
     before, seen = None, []
@@ -126,8 +128,8 @@ def test_a_latent_frame_sees_twelve_video_frames_but_not_its_own_last() -> None:
 
 
 def test_an_action_per_chunk_gives_the_recorded_values() -> None:
-    """One action per chunk applies to all video frames of the chunk, as in the recorded streaming
-    driver.
+    """If a chunk has one action, it applies to all of the chunk's video frames, as in the recorded
+    streaming driver.
     """
     recorded = load_file(GOLDEN / "mg_universal_stream_win6.safetensors")
     expected = torch.cat((recorded["keyboard_cond"][0], recorded["mouse_cond"][0]), dim=1)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix-Game adapters, including those of its action layers, equal merged weights on one rank and
-on two ranks.
+"""Matrix-Game adapters, including those for its action layers, give the same results as merged
+weights on one rank and on two ranks.
 """
 
 from pathlib import Path
@@ -20,8 +20,8 @@ from vllm_omni.model_executor.layers.lora.store import AdapterStore
 from vllm_omni.model_executor.models.matrix_game.pipeline import MatrixGame
 
 TOLERANCE = 2e-4
-"""Tolerance for fp32 latents of magnitude 1 after two chunks, because both merging weights and
-splitting sums over ranks change the order of summation.
+"""Tolerance for fp32 latents of magnitude 1 after two chunks. Results are not bit-identical,
+because both merging weights and splitting sums across ranks change the order of summation.
 """
 KEYS = {"original": [["w"], ["l"], ["a", "i"]], "original_templerun": [["jump"], [], ["left"]]}
 INK = [Lora(name="ink")]
@@ -56,9 +56,9 @@ def walk(
 
 
 def test_an_adapter_of_every_layer_equals_merged_weights(checkpoint: Path, adapter: Path) -> None:
-    """An adapter that covers every layer gives the same output as weights with the adapter merged
-    in. When a session switches adapters, the keys and values of its image are recomputed. A later
-    session without the adapter is bit-identical to the base model.
+    """An adapter for every layer gives the same latents as weights with the adapter merged in. When
+    a session switches adapters, the keys and values of its image are recomputed. The latents of a
+    later session without the adapter are bit-identical to the base model's.
     """
     keys, game = KEYS[checkpoint.name], load_game(checkpoint)
     store = make_store(game, {"ink": adapter})
@@ -123,8 +123,8 @@ ON_TWO_RANKS = pytest.mark.parametrize(
 def test_two_ranks_equal_one(
     sequence_parallel: bool, checkpoint: Path, adapter: Path, one_rank: Path, tmp_path: Path
 ) -> None:
-    """Two ranks with an adapter equal one rank. Keys and values share one weight tensor, from which
-    each tensor parallel rank selects its rows.
+    """Two ranks that use an adapter give the same latents as one rank. Keys and values share one
+    weight tensor, and each tensor-parallel rank selects its rows from that tensor.
     """
     files_of_ranks = (str(tmp_path / "rendezvous"), str(checkpoint), str(adapter), str(one_rank))
     run_ranks(_compare, (*files_of_ranks, sequence_parallel), 2)

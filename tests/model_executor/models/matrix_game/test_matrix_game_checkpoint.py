@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every released Matrix-Game layout is found and loaded. The tests cover variants identified by
-their tensors, stale configs, prefixes, and missing components.
+their tensors, stale configs, prefixes and missing components.
 """
 
 import json
@@ -102,8 +102,8 @@ def test_names_without_the_prefix_are_accepted(layouts: dict[str, Path], univers
 
 
 def test_tensors_take_precedence_over_a_stale_config(universal: Path) -> None:
-    """If a stale config has another keyboard size, another depth and no window, the sizes are read
-    from the tensors and the window is taken from the variant.
+    """The stale config in this test states a wrong keyboard size, a wrong depth and no window. The
+    sizes are read from the tensors instead, and the variant determines the window.
     """
     path = universal / "base_distilled_model" / "config.json"
     stale = json.loads(path.read_text())
@@ -121,7 +121,7 @@ def test_tensors_take_precedence_over_a_stale_config(universal: Path) -> None:
 def test_a_folder_selects_one_of_several_transformers(
     layouts: dict[str, Path], universal: Path
 ) -> None:
-    """In a repository with several transformers, the path of a transformer's folder selects the
+    """In a repository with several transformers, the path to a transformer's folder selects the
     model.
     """
     folder = "gta_distilled_model"

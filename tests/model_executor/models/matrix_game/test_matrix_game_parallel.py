@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor, sequence and pipeline parallel runs give the same results as one rank (fp32, gloo, two
+"""Tensor-, sequence- and pipeline-parallel runs give the same results as one rank (fp32, gloo, two
 processes).
 """
 
@@ -16,8 +16,8 @@ from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 
 TOLERANCE = 1e-4
-"""Tolerance for three chunks in fp32, because splitting sums over ranks changes the order of
-summation.
+"""Tolerance for three chunks in fp32. Results are not bit-identical, because splitting sums across
+ranks changes the order of summation.
 """
 
 CHUNKS = {
@@ -33,7 +33,7 @@ def checkpoint(request: pytest.FixtureRequest, layouts: dict[str, Path]) -> Path
 
 @pytest.fixture(scope="module")
 def one_rank(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a file with the latents of `CHUNKS`, computed by one rank."""
+    """Return the path to a file with the latents of `CHUNKS`, computed on a single rank."""
     file = tmp_path_factory.mktemp("one_rank") / "latents.pt"
     torch.save(latents_of(load_game(checkpoint), CHUNKS[checkpoint.name]), file)
     return file
@@ -68,8 +68,8 @@ ON_TWO_RANKS = pytest.mark.parametrize(
 def test_two_ranks_equal_one(
     checkpoint: Path, one_rank: Path, sequence_parallel: bool, tmp_path: Path
 ) -> None:
-    """Two ranks that share 36 tokens and 4 heads equal one rank. With Ulysses, the mouse attention
-    also uses all-to-all.
+    """Two ranks that share 36 tokens and 4 heads give the same latents as one rank. With Ulysses,
+    the mouse attention also uses all-to-all.
     """
     run_ranks(
         _compare,
@@ -82,8 +82,8 @@ def test_two_ranks_equal_one(
 def test_two_pipeline_stages_equal_one(
     checkpoint: Path, one_rank: Path, partition: tuple[int, ...]
 ) -> None:
-    """Two pipeline stages give bit-identical latents. Only the first two of the four blocks have
-    action modules, so a stage holds none, one or both of these modules.
+    """Two pipeline stages generate the same latents as one rank, bit for bit. Only the first two of
+    the four blocks have action modules, so a stage holds none, one or both of these modules.
     """
     stages = [
         load_game(checkpoint, ParallelContext(stage=n, num_stages=2, partition=partition))
@@ -95,7 +95,7 @@ def test_two_pipeline_stages_equal_one(
 
 
 def test_action_modules_are_renumbered_when_layers_move(checkpoint: Path) -> None:
-    """When other layers move, a layer that stays on its stage may get a new index in the stage's
+    """When other layers move, a layer that stays on its stage may get a new index in that stage's
     K/V windows.
     """
     game = load_game(checkpoint, ParallelContext(stage=0, num_stages=2, partition=(3, 1)))
@@ -107,7 +107,7 @@ def test_action_modules_are_renumbered_when_layers_move(checkpoint: Path) -> Non
 
 
 class _KeepsAll:
-    """Simulates a `LayerMove` that leaves the stage's layers unchanged."""
+    """Simulates a `LayerMove` that moves none of the stage's layers."""
 
     partition = (3, 1)
 

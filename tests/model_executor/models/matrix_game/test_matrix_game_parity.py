@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni verify matrix_game` passes on the recorded directory and detects damage to each kind
+"""`vllm-omni verify matrix_game` passes for the recorded directory and detects damage to each kind
 of file.
 """
 
@@ -43,7 +43,7 @@ def test_every_recorded_scenario_passes() -> None:
 
 def test_pixels_are_truncated_as_recorded() -> None:
     """Frames exactly equal the original implementation's pixels, which are truncated to integers.
-    Other model families round them.
+    Other model families round their pixels.
     """
     recorded = load_file(GOLDEN / "condition.safetensors")
     pixels = recorded["decoded"].transpose(1, 2)
@@ -111,8 +111,8 @@ def test_a_missing_stage_of_a_call_fails(tmp_path: Path) -> None:
     ],
 )
 def test_an_unknown_recorded_setting_is_refused(key: str, complaint: str, tmp_path: Path) -> None:
-    """Unknown recorded settings of the VAE and of CLIP are refused, because ignoring them would
-    mean comparing a different network.
+    """An unknown recorded setting of the VAE or of CLIP is refused, because ignoring it would mean
+    comparing a different network.
     """
     copy(tmp_path, "condition.safetensors")
     change_settings(tmp_path / "condition.safetensors", key, swirl=3)

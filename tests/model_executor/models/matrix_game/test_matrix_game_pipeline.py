@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Matrix-Game session driven as the runner drives it: chunks, snapshots, and isolation between
-sessions.
+"""Tests of a Matrix-Game session driven as the runner drives it: chunks, snapshots, and isolation
+between sessions.
 """
 
 from pathlib import Path
@@ -35,8 +35,8 @@ HELD: dict[str, list[list[str]]] = {
 
 
 GTA = pytest.param("original_gta", marks=pytest.mark.nightly)
-"""Tested only nightly, because `original_gta` has the same modules as `original` with fewer keys
-and covers no additional code.
+"""Tested only nightly, because `original_gta` has the same modules as `original` but fewer keys,
+and runs no additional code.
 """
 
 
@@ -115,8 +115,8 @@ def test_decoding_the_latents_of_a_session_gives_its_frames(universal: MatrixGam
 
 
 def test_a_session_may_exceed_1024_latent_frames(universal: MatrixGame) -> None:
-    """A session may exceed 1024 latent frames, the length of the original implementation's table of
-    rotations, because rotations are computed.
+    """A session can exceed 1024 latent frames, the length of the original implementation's rotation
+    table, because this package computes rotations.
     """
     session = open_session(universal, output="latents")
     for _ in range(2):
@@ -134,8 +134,8 @@ def test_a_session_may_exceed_1024_latent_frames(universal: MatrixGame) -> None:
 def test_sessions_at_different_steps_in_one_batch_equal_solo_runs(
     game: MatrixGame, variant: str
 ) -> None:
-    """Sessions in a batch are bit-identical to solo runs. Three sessions start at different times,
-    so every batch mixes denoise steps and chunks.
+    """Batched sessions generate the same latents, bit for bit, as when each session runs alone.
+    Three sessions start at different times, so every batch mixes denoise steps and chunks.
     """
     held = HELD[variant]
     pairs, mixed = run_staggered(
@@ -230,8 +230,8 @@ def test_a_first_chunk_needs_an_image(universal: MatrixGame) -> None:
 
 @pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
 def test_a_parameter_without_effect_is_refused(universal: MatrixGame, field: str) -> None:
-    """A request parameter that has no effect on the model is refused with an error that names
-    it.
+    """A request parameter that the model does not use is refused with an error that names the
+    parameter.
     """
     params = {field: IMAGE_AND_VIDEO_PARAMS[field]}
     reason = f"does not use {field}"

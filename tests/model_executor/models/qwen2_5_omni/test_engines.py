@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Startup of Qwen2.5-Omni's three engines, tested with fake engines."""
+"""Tests of the startup of Qwen2.5-Omni's three engines, with fake engines."""
 
 import asyncio
 import threading
@@ -15,8 +15,8 @@ from vllm_omni.model_executor.models.qwen2_5_omni.engines import SpeechEngines
 
 
 class Starts:
-    """Replaces `AsyncLLM.from_engine_args`. `together` starts wait for one another before any of
-    them returns.
+    """A fake of `AsyncLLM.from_engine_args`. No start returns until `together` starts are in
+    progress.
     """
 
     def __init__(self, together: int, fails: int | None = None) -> None:
@@ -61,8 +61,8 @@ def test_on_a_cpu_engines_start_concurrently(
 def test_on_a_gpu_engines_start_one_after_another(
     qwen2_5_omni: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, engines start one after another, because each measures free memory and no other
-    engine may allocate meanwhile. The three engines' shares leave a tenth of the memory free.
+    """On a GPU, engines start one after another, because no other engine may allocate memory while
+    an engine measures free memory. The three engines' shares leave a tenth of the memory free.
     """
     starts = Starts(together=1)
     start(qwen2_5_omni, starts, False, monkeypatch)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Division of speech into parts while its codes arrive."""
+"""Tests of the division of speech into parts while its codes are arriving."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,8 +20,8 @@ from vllm_omni.model_executor.models.qwen2_5_omni.speech import (
 
 
 def test_speech_may_be_one_clip() -> None:
-    """With `chunk_codes=0`, no part is emitted before the end of the speech. The only part then
-    contains all codes and has no context.
+    """With `chunk_codes=0`, no part is emitted before the end of the speech. One part then contains
+    all codes and has no context.
     """
     how = SpeechDefaults(chunk_codes=0)
     assert list(ready_chunks(500, False, 0, how)) == []
@@ -66,7 +66,7 @@ def test_parts_may_have_one_length() -> None:
     ],
 )
 def test_part_sizes_are_known_in_advance(fields: dict[str, int], sizes: tuple[int, ...]) -> None:
-    """All part sizes of a long speech are known in advance, except at its end."""
+    """The sizes of a long speech's parts are known in advance, except at its end."""
     how = SpeechDefaults(**fields)
     assert how.part_sizes == sizes
     made = [
@@ -88,7 +88,7 @@ def test_every_code_is_in_one_part(
     total: int, chunk: int, most: int, left: int, right: int, data: st.DataObject
 ) -> None:
     """The division into parts does not depend on how the codes arrive. Parts neither overlap nor
-    leave gaps, and their context lies within the speech.
+    leave gaps, and their contexts lie within the speech.
     """
     how = SpeechDefaults(
         chunk_codes=chunk, most_chunk_codes=most, left_codes=left, right_codes=right
@@ -128,8 +128,8 @@ class Talker:
 
 
 def test_the_talker_slot_is_free_after_its_last_code() -> None:
-    """The talker serves the next request before token2wav has produced any audio of the current
-    one.
+    """The talker serves the next request before token2wav has produced any audio for the current
+    request.
     """
     builder = SimpleNamespace(voices=["v"], stop_codes=[-1], check_voice=lambda voice: None)
     engine: Any = Talker()

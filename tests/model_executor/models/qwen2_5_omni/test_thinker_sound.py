@@ -21,8 +21,8 @@ from vllm_omni.model_executor.models.registry import AR_ARCHITECTURES, get_famil
 
 @pytest.mark.parametrize("rate", [8000, 16000, 22050, 44100, 48000])
 def test_audio_is_resampled_with_pyav(rate: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A one-second tone is still one second long and has the same pitch after resampling with PyAV.
-    Stock vLLM would require torchaudio.
+    """After resampling with PyAV, a one-second tone is still one second long and has the same
+    pitch. Stock vLLM would require torchaudio.
     """
     stock = MultiModalDataParser(target_sr=16000)
     monkeypatch.setattr(Qwen2_5OmniThinkerProcessingInfo, "get_data_parser", lambda self: stock)
@@ -36,7 +36,7 @@ def test_audio_is_resampled_with_pyav(rate: int, monkeypatch: pytest.MonkeyPatch
 
 def test_the_server_uses_this_thinker(qwen2_5_omni: Path) -> None:
     """The server selects this thinker class through vLLM's `--hf-overrides`. The class differs from
-    vLLM's only in its processing info.
+    vLLM's class only in its processing info.
     """
     serve_flags = get_family("qwen2_5_omni").serve_flags
     assert serve_flags is not None

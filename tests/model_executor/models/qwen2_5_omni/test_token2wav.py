@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token2wav model in the diffusion runner equals transformers' `Qwen2_5OmniToken2WavModel`."""
+"""The token2wav model in the diffusion runner gives the same audio as `Qwen2_5OmniToken2WavModel`
+from Hugging Face Transformers.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,15 +21,15 @@ CODES = torch.randint(0, 64, (50,), generator=torch.Generator().manual_seed(3))
 SAMPLES_PER_CODE = 480
 FEW_STEPS = {"num_inference_steps": 3}
 SHORT: dict[str, Any] = {"model": {"max_codes": 64}}
-"""Limit that is large enough for `CODES` but small enough for a fast warm-up, because the warm-up
+"""Options with a limit that is large enough for `CODES` but small enough for a fast warm-up, which
 runs the longest clip that a runner accepts.
 """
 
 
 @pytest.fixture(scope="module")
 def reference(qwen2_5_omni: Path) -> Callable[..., torch.Tensor]:
-    """Return the function `reference(codes, seed, voice, **options)`, which returns the waveform
-    computed by transformers.
+    """Return a function, called as `reference(codes, seed, voice, **options)`, that computes a
+    waveform with Hugging Face Transformers.
     """
     config = Qwen2_5OmniConfig.from_pretrained(qwen2_5_omni).token2wav_config
     model = Qwen2_5OmniToken2WavModel(config).float().eval()
@@ -56,8 +58,8 @@ def speech(name: str, codes: torch.Tensor = CODES, voice: str = "Chelsie", **fie
 def test_a_whole_clip_equals_transformers(
     qwen2_5_omni: Path, make_runner: Any, reference: Callable[..., torch.Tensor]
 ) -> None:
-    """The same codes, seed and voice give the same waveform as transformers, both for a single
-    request and in a batch of unequal requests.
+    """The waveform is the same as from Transformers with the same codes, seed and voice, both for a
+    single request and in a batch of different requests.
     """
     runner = make_runner(qwen2_5_omni, {**SHORT, "batch_invariant": False})
     short = CODES[:31]
@@ -86,8 +88,8 @@ def test_a_whole_clip_equals_transformers(
 
 
 def test_a_part_with_enough_context_equals_the_clip(qwen2_5_omni: Path, make_runner: Any) -> None:
-    """The noise for a code depends on the code's index, so a part with the whole clip as context
-    contains the same samples as the clip.
+    """The noise for a code depends on the code's index, so a part that has the whole clip as
+    context contains the same samples as the clip.
     """
     runner = make_runner(qwen2_5_omni, SHORT)
     results = run_to_end(
@@ -107,13 +109,13 @@ def test_a_part_with_enough_context_equals_the_clip(qwen2_5_omni: Path, make_run
     assert torch.equal(part, clip[12 * SAMPLES_PER_CODE : 30 * SAMPLES_PER_CODE])
     assert later.numel() == 14 * SAMPLES_PER_CODE
     same = clip[36 * SAMPLES_PER_CODE :]
-    # The samples are only close, because distant context is missing.
+    # The samples are only close to those of the clip, because distant context is missing.
     assert float((later - same).abs().mean()) < 0.2 * float(same.std())
 
 
 def test_regular_parts_use_a_graph_and_clips_do_not(qwen2_5_omni: Path, make_runner: Any) -> None:
-    """Regular parts, which consist of whole attention blocks of 12 codes, replay a CUDA graph, also
-    for other codes, voices, seeds and guidance. Whole clips run without a graph.
+    """Regular parts, which consist of whole attention blocks of 12 codes, replay a CUDA graph, even
+    if the codes, voice, seed and guidance change. Whole clips run without a graph.
     """
     stock, runner = make_runner(qwen2_5_omni, SHORT), make_runner(qwen2_5_omni, SHORT)
     graphs = runner.model.flow.graphs = ForwardGraphs(capture=hold)
@@ -146,8 +148,8 @@ WRONG = (
 
 
 def test_a_wrong_request_fails_alone(qwen2_5_omni: Path, make_runner: Any) -> None:
-    """Each wrong request in a batch fails with its own code and message, and a valid request in the
-    same batch is served.
+    """Each invalid request in a batch fails with its own code and message, while a valid request in
+    the same batch is served.
     """
     runner = make_runner(qwen2_5_omni, {**SHORT, "max_sessions": 16})
     bad = [
@@ -163,8 +165,8 @@ def test_a_wrong_request_fails_alone(qwen2_5_omni: Path, make_runner: Any) -> No
 
 
 def test_a_request_may_be_aborted_between_intervals(qwen2_5_omni: Path, make_runner: Any) -> None:
-    """A request with nine intervals takes nine engine steps. Aborting it after the second step
-    frees the request and its session.
+    """A request with nine intervals takes nine engine steps. Aborting the request after the second
+    step frees the request and its session.
     """
     runner = make_runner(qwen2_5_omni, SHORT)
     assert execute(runner, step(new=[speech("gone")])) == {"gone": None}

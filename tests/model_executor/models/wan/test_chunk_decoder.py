@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two decoders serve one stream: frame counts, the start of each decoder, and restarts.
+"""Tests of two decoders for one stream: frame counts, the start of each decoder, and restarts.
 
-LingBot World's tests cover the decoder that restarts at every chunk (`continuation`).
+LingBot World's tests check the decoder that restarts at every chunk (`continuation`).
 """
 
 import functools
@@ -27,8 +27,8 @@ GOLDEN = golden_folder("lingbot")
 HEIGHT, WIDTH = 16, 24
 CHUNK = 3
 TOLERANCE = 1e-5
-"""Tolerance for fp32 pixels in [-1, 1], because a convolution over a different number of frames may
-sum in a different order.
+"""Tolerance for fp32 pixels in [-1, 1]. Results are not bit-identical, because a convolution over a
+different number of frames may sum in a different order.
 """
 
 
@@ -45,8 +45,8 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> ChunkDecoder:
 
 @pytest.fixture(scope="module")
 def latents() -> torch.Tensor:
-    """Return twelve chunks of latents that change slowly, as in a video: a random walk of unit
-    variance.
+    """Return twelve chunks of latents that change slowly, as in a video. They are a random walk
+    with unit variance.
     """
     generator = torch.Generator().manual_seed(0)
     steps = torch.randn(1, 16, 12 * CHUNK, HEIGHT // 8, WIDTH // 8, generator=generator)
@@ -59,8 +59,8 @@ def latents() -> torch.Tensor:
 def run(
     decoder: ChunkDecoder, parts: Collection[torch.Tensor], tiny: Collection[int]
 ) -> tuple[list[torch.Tensor], list[DecoderState]]:
-    """Return the pixels of each part and the state after it. The tiny decoder decodes the parts
-    with an index in `tiny`.
+    """Return each part's pixels and the state after the part. The tiny decoder decodes the parts
+    whose indices are in `tiny`.
     """
     state, pixels, states = None, [], []
     for index, part in enumerate(parts):
@@ -75,8 +75,8 @@ def run(
 def test_frame_counts_do_not_depend_on_the_decoder(
     decoder: ChunkDecoder, latents: torch.Tensor, cut: list[int], tiny: Collection[int]
 ) -> None:
-    """For F latent frames, either decoder returns 4 F - 3 video frames at the start of a stream and
-    4 F later. The size of the state never exceeds its estimate.
+    """For F latent frames, either decoder returns 4 F - 3 video frames at the start of a stream,
+    and 4 F video frames at any later point. The state's size never exceeds its estimate.
     """
     pixels, states = run(decoder, latents[:, :, : sum(cut)].split(cut, dim=2), tiny)
     assert [part.shape[2] for part in pixels] == [4 * cut[0] - 3, *(4 * count for count in cut[1:])]
@@ -87,7 +87,9 @@ def test_frame_counts_do_not_depend_on_the_decoder(
 
 @pytest.fixture(scope="module")
 def always_tiny(decoder: ChunkDecoder, latents: torch.Tensor) -> dict[int, list[torch.Tensor]]:
-    """Return the pixels of chunks of 3 and of 1 latent frames, all decoded by the tiny decoder."""
+    """Return the pixels of chunks with 3 latent frames and with 1 latent frame. The tiny decoder
+    decodes all of these chunks.
+    """
     assert decoder.tiny is not None
     return {
         chunk: run(ChunkDecoder(decoder.tiny), latents.split(chunk, dim=2), ())[0]
@@ -105,7 +107,7 @@ def test_a_degraded_chunk_equals_the_tiny_decoder_on_the_whole_stream(
     tiny: Collection[int],
 ) -> None:
     """A degraded chunk has the same frames as if the tiny decoder had decoded the whole stream,
-    because it receives all latents that the chunk depends on.
+    because the tiny decoder receives all latents that the chunk depends on.
     """
     found, _ = run(decoder, latents.split(chunk, dim=2)[: max(tiny) + 1], tiny)
     for index in tiny:
@@ -115,9 +117,9 @@ def test_a_degraded_chunk_equals_the_tiny_decoder_on_the_whole_stream(
 def test_the_exact_decoder_restarts_after_a_degraded_chunk(
     decoder: ChunkDecoder, latents: torch.Tensor
 ) -> None:
-    """Frames before a degraded chunk are bit-identical to those of the exact decoder. After a
-    degraded chunk, the exact decoder restarts two latent frames early, drops the video frames of
-    those two, and continues the stream.
+    """Frames before a degraded chunk are bit-identical to the exact decoder's frames. After a
+    degraded chunk, the exact decoder restarts two latent frames early, drops their video frames,
+    and continues the stream.
     """
     found, _ = run(decoder, latents.split(CHUNK, dim=2), (3, 4))
     whole, _ = decoder.main.decode(latents, None)
@@ -128,7 +130,7 @@ def test_the_exact_decoder_restarts_after_a_degraded_chunk(
 
 
 def test_a_state_is_immutable(decoder: ChunkDecoder, latents: torch.Tensor) -> None:
-    """An aborted chunk leaves no trace in the state of either decoder."""
+    """An aborted chunk does not change either decoder's state."""
     parts = latents.split(CHUNK, dim=2)
     for tiny in ((), (1,)):
         _, states = run(decoder, parts[:2], tiny)
@@ -150,8 +152,8 @@ def test_a_state_is_immutable(decoder: ChunkDecoder, latents: torch.Tensor) -> N
 def test_batched_decodes_stay_within_the_warm_up(
     decoder: ChunkDecoder, latents: torch.Tensor, largest: int, streams: dict[int, int]
 ) -> None:
-    """Batched decodes do not exceed the size run during the warm-up. `streams` maps each latent
-    size to the number of streams that may be decoded together.
+    """Batched decodes do not exceed the size that the warm-up ran. `streams` maps each latent size
+    to the number of streams that can be decoded together.
     """
     alone = ChunkDecoder(decoder.main, largest_cells=largest)
     _, states = run(alone, latents[:, :, :3].split(CHUNK, dim=2), ())

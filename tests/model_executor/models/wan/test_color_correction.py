@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The colour correction, compiled as on a GPU. Tests of DreamX-World compare its values with
-recordings.
+"""Tests of the colour correction, compiled as on a GPU. DreamX-World's tests compare its results
+with recordings.
 """
 
 import pytest

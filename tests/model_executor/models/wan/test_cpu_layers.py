@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fast CPU layers equal diffusers' layers and always use the most recently loaded weights."""
+"""The fast CPU layers give the same results as diffusers' layers and always use the most recently
+loaded weights.
+"""
 
 import copy
 from collections.abc import Callable
@@ -21,7 +23,7 @@ from vllm_omni.model_executor.models.wan.vae_layers import (
 from vllm_omni.model_executor.models.wan2_2.vae import VideoVAE
 from vllm_omni.testing.tiny.wan import VAE_2_2
 
-ORDER = 2e-6  # for fp32 sums of 108 products of about 0.1 in a different order
+ORDER = 2e-6  # for fp32 sums, in a different order, of 108 products of about 0.1
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -41,8 +43,8 @@ def convolution(
 def test_a_folded_convolution_equals_the_causal_one(
     clips: int, frames: int, num_cached: int
 ) -> None:
-    """A folded convolution equals the causal convolution for any number of cached frames and in
-    both memory layouts.
+    """For any number of cached frames and both memory layouts, a folded convolution equals the
+    causal convolution.
     """
     whole = convolution((3, 3, 3), (1, 1, 1), (1, 1, 1))
     folded = FoldedCausalConv3d(copy.deepcopy(whole))
@@ -69,7 +71,7 @@ def weights(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     ids=["loaded", "assigned", "written", "replaced"],
 )
 def test_no_weight_is_ever_stale(change: Callable[[Any, torch.Tensor], None]) -> None:
-    """However weights are replaced after a forward pass, the next pass uses the new weights."""
+    """After weights have been replaced in any way, the next forward pass uses the new weights."""
     whole = convolution((3, 3, 3), (1, 1, 1), (1, 1, 1))
     folded = FoldedCausalConv3d(copy.deepcopy(whole))
     x, weight = random(1, 4, 3, 5, 6), random(6, 4, 3, 3, 3, seed=7)
@@ -82,8 +84,8 @@ def test_no_weight_is_ever_stale(change: Callable[[Any, torch.Tensor], None]) ->
 
 @pytest.mark.parametrize("shape", [(1, 12, 3, 4, 5), (2, 12, 4, 5)])
 def test_the_norm_equals_diffusers(shape: tuple[int, ...]) -> None:
-    """The norm over channels equals that of diffusers for clips and for frames. Zeros stay zero,
-    and small values lose no precision.
+    """The norm over channels equals diffusers' norm for clips and for frames. Zeros stay zero, and
+    small values lose no precision.
     """
     whole = WanRMS_norm(12, images=len(shape) == 4).requires_grad_(False)
     whole.gamma.copy_(random(*whole.gamma.shape))
@@ -128,8 +130,8 @@ WAN_2_2: dict[str, Any] = {
 
 @pytest.mark.parametrize("values", [WAN_2_1, WAN_2_2], ids=["2.1", "2.2"])
 def test_a_whole_autoencoder_is_unchanged(values: dict[str, Any]) -> None:
-    """diffusers' autoencoder gives the same result with these layers as with its own when it
-    encodes and decodes a clip.
+    """When diffusers' autoencoder encodes and decodes a clip, it gives the same result with these
+    layers as with its own layers.
     """
     torch.manual_seed(0)
     plain: Any = AutoencoderKLWan(**values)
@@ -146,7 +148,7 @@ def test_a_whole_autoencoder_is_unchanged(values: dict[str, Any]) -> None:
 
 def test_no_family_convolves_over_three_dimensions_on_a_cpu() -> None:
     """No model family runs three-dimensional convolutions on a CPU, where they are ten times
-    slower. The test covers the streaming VAE and the VAEs of Wan 2.2 and Lance.
+    slower. The test runs the streaming VAE and the VAEs of Wan 2.2 and Lance.
     """
     stream = StreamingWanVAE(VAEConfig(base_dim=4))
     lance = LanceWanVAE(VAE_2_2)
@@ -165,8 +167,8 @@ def test_no_family_convolves_over_three_dimensions_on_a_cpu() -> None:
 
 
 def test_layers_on_other_devices_are_unchanged() -> None:
-    """Layers on other devices stay unchanged, because those devices have three-dimensional
-    convolution kernels.
+    """Layers on other devices are not replaced, because those devices have kernels for
+    three-dimensional convolutions.
     """
     with torch.device("meta"):
         vae = StreamingWanVAE(VAEConfig(base_dim=4))

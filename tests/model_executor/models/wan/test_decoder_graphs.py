@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder that replays a CUDA graph for each latent frame is bit-identical to a decoder without
-graphs.
+"""A decoder that replays a CUDA graph for each latent frame returns the same frames, bit for bit,
+as a decoder without graphs.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ CUTS = [3, 1, 2, 3]
 class HostGraphs:
     """Simulates a decoder's graphs without a GPU: a replay runs the host code again.
 
-    It counts captures and replays.
+    The class counts captures and replays.
     """
 
     def __init__(self) -> None:
@@ -38,8 +38,8 @@ class HostGraphs:
         return FusedDecoder(decoder, bands, FusedPasses(stack_frames, add_up), self.graphs)
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
-        """Simulate a capture, which computes nothing on a GPU: writes made during the capture are
-        reverted.
+        """Simulate a capture. On a GPU, a capture computes nothing, so writes made during the
+        simulated capture are reverted.
         """
         self.captures += 1
         before = [position.clone() for position in self.graphs.buffers]
@@ -82,8 +82,8 @@ def assert_stream(
 def test_two_graphs_serve_every_stream(
     plain: StreamingWanVAE, host: HostGraphs, release: str
 ) -> None:
-    """Two graphs serve all streams: one for first latent frames, which is captured during the first
-    stream, and one for later latent frames.
+    """Two graphs are sufficient for all streams: one for first latent frames, captured during the
+    first stream, and one for later latent frames.
     """
     graphed = random_vae(release=release, fuse=host.decoder)
     for seed in (1, 2):
@@ -98,7 +98,7 @@ def test_two_graphs_serve_every_stream(
 def test_a_cache_is_not_changed_by_other_decodes(
     plain: StreamingWanVAE, host: HostGraphs, release: str
 ) -> None:
-    """Decoding other streams leaves a stream's cache unchanged, and a chunk may be decoded again
+    """Decoding other streams does not change a stream's cache, and a chunk can be decoded again
     from the same cache.
     """
     graphed = random_vae(release=release, fuse=host.decoder)
@@ -138,7 +138,7 @@ def test_loaded_weights_are_captured_again(host: HostGraphs) -> None:
 
 
 def test_a_frame_that_cannot_be_captured_runs_once(plain: StreamingWanVAE, release: str) -> None:
-    """A frame that cannot be captured runs only once, even if the capture fails on a single rank,
+    """A frame that cannot be captured runs only once, even if the capture fails on only one rank,
     because each launch exchanges rows with the other ranks.
     """
     launches = 0
@@ -182,9 +182,9 @@ def _check_heights(rank: int, size: int, rendezvous: str) -> None:
 
 
 def test_frames_of_another_height_run_eagerly_on_every_rank(tmp_path: Any) -> None:
-    """Frames of a height that was not captured run eagerly on every rank. For example, the first of
-    two ranks has 3 latent rows for heights of both 5 and 6, but its graphs exchange the rows for a
-    height of 6.
+    """If no graph was captured for a frame height, frames of that height are decoded eagerly on
+    every rank. For example, the first of two ranks has 3 latent rows for heights of both 5 and 6,
+    but its graphs exchange the rows for a height of 6.
     """
     run_ranks(_check_heights, (2, str(tmp_path / "rendezvous")), 2)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused decoder with its passes in plain torch (fp32, CPU) equals the plain decoder in frames,
-caches, decoding in parts, and bands.
+"""The fused decoder, with its passes in plain torch (fp32, CPU), gives the same results as the
+plain decoder: frames, caches, decoding in parts, and bands.
 
 test_stack_kernels.py tests the passes themselves as kernels.
 """
@@ -13,7 +13,7 @@ from vllm_omni.model_executor.models.wan.vae.fused_decoder import fused_decoder
 from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAECache
 
 TOLERANCE = 1e-5
-"""Tolerance for pixels in [-1, 1], because fusing changes the order of summation in fp32."""
+"""Tolerance for pixels in [-1, 1]. Fusing changes the order of summation in fp32."""
 CUTS = [1, 1, 3]
 
 
@@ -40,8 +40,8 @@ def latents() -> torch.Tensor:
 def test_frames_and_cache_equal_the_plain_decoder(
     plain: StreamingWanVAE, fused: StreamingWanVAE, latents: torch.Tensor
 ) -> None:
-    """Frames and caches equal those of the plain decoder after the first latent of a stream, after
-    the second, and later.
+    """Frames and caches equal those of the plain decoder after a stream's first latent frame, after
+    its second, and later.
     """
     for count in (1, 2, 5):
         expected, expected_cache = plain.decode(latents[:, :, :count], None)
@@ -65,8 +65,8 @@ def test_splits_change_no_bit(fused: StreamingWanVAE, latents: torch.Tensor) -> 
 def test_a_stream_may_change_decoders(
     plain: StreamingWanVAE, fused: StreamingWanVAE, latents: torch.Tensor
 ) -> None:
-    """Each decoder can continue from the other's cache, so a snapshot taken with one can be loaded
-    with either.
+    """Each decoder can continue from the other's cache, so a snapshot taken with one decoder can be
+    loaded with either.
     """
     expected, expected_cache = plain.decode(latents, None)
     for first, second in ((plain, fused), (fused, plain)):
@@ -110,9 +110,7 @@ def test_streams_together_equal_each_alone(fused: StreamingWanVAE, latents: torc
 
 
 def test_weights_that_are_loaded_later_are_used(release: str, latents: torch.Tensor) -> None:
-    """Weights that are loaded later take effect, because values derived from weights are
-    recomputed.
-    """
+    """Weights loaded later take effect, because values derived from the weights are recomputed."""
     changed = random_vae(seed=3, release=release)
     fused = random_vae(release=release, fuse=plainly_fused)
     fused.decode(latents[:, :, :1], None)
@@ -134,7 +132,7 @@ def test_the_fused_decoder_on_a_gpu_is_as_accurate_as_the_plain_one(
     release: str, latents: torch.Tensor
 ) -> None:
     """On a GPU, the fused decoder in bf16 is as close to the fp32 result as the plain decoder in
-    bf16. Decoding a stream in parts is bit-identical to decoding it at once.
+    bf16. Decoding a stream in parts gives the same frames as decoding it at once, bit for bit.
     """
     exact = random_vae(base_dim=32, release=release).decode(latents, None)[0]
     with torch.device("cuda"):

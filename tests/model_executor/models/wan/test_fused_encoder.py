@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused encoder with its passes in plain torch (fp32, CPU) equals the plain encoder in latents,
-caches, and encoding in parts.
+"""The fused encoder, with its passes in plain torch (fp32, CPU), gives the same results as the
+plain encoder: latents, caches, and encoding in parts.
 
 test_stack_kernels.py tests the passes themselves as kernels.
 """
@@ -19,8 +19,7 @@ from vllm_omni.model_executor.models.wan.vae.fused_encoder import fused_encoder
 from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE
 
 TOLERANCE = 1e-4
-"""Tolerance for latents of about unit size, because fusing changes the order of summation in fp32.
-"""
+"""Tolerance for latents of about unit size. Fusing changes the order of summation in fp32."""
 CUTS = [1, 4, 8]
 
 
@@ -53,8 +52,8 @@ def pixels() -> torch.Tensor:
 def test_latents_and_cache_equal_the_plain_encoder(
     plain: StreamingWanVAE, fused: StreamingWanVAE, pixels: torch.Tensor
 ) -> None:
-    """Latents and caches equal those of the plain encoder after the first latent of a stream, after
-    the second, and later.
+    """Latents and caches equal those of the plain encoder after a stream's first latent frame,
+    after its second, and later.
     """
     for frames in (1, 5, 13):
         expected, expected_cache = plain.encode(pixels[:, :, :frames], None)
@@ -76,8 +75,8 @@ def test_splits_change_no_bit(fused: StreamingWanVAE, pixels: torch.Tensor) -> N
 def test_a_stream_may_change_encoders(
     plain: StreamingWanVAE, fused: StreamingWanVAE, pixels: torch.Tensor
 ) -> None:
-    """Each encoder can continue from the other's cache, so a snapshot taken with one can be loaded
-    with either.
+    """Each encoder can continue from the other's cache, so a snapshot taken with one encoder can be
+    loaded with either.
     """
     expected, expected_cache = plain.encode(pixels, None)
     for first, second in ((plain, fused), (fused, plain)):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels of fused ops are compared with the same ops in plain torch and fp32. On a CPU,
-the kernels run in Triton's interpreter.
+"""The Triton kernels for fused ops are compared with the same ops in plain torch and fp32. On a
+CPU, the kernels run in Triton's interpreter.
 """
 
 from dataclasses import fields
@@ -20,8 +20,8 @@ Inputs = dict[str, torch.Tensor]
 
 
 def random_inputs(dtype: torch.dtype, device: str) -> Inputs:
-    """Return random inputs in which k is a slice of a wider tensor, and shift, scale and gate are
-    slices of one tensor per request.
+    """Return random inputs. `k` is a slice of a wider tensor, and each request's shift, scale and
+    gate are slices of one tensor.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -46,8 +46,8 @@ def random_inputs(dtype: torch.dtype, device: str) -> Inputs:
 
 
 def calls(i: Inputs, dtype: torch.dtype) -> list[tuple[str, tuple[Any, ...]]]:
-    """Return the names and arguments of calls to the ops, with the residual stream in fp32 and in
-    `dtype`, and with modulation per request and per token.
+    """Return the names and arguments of calls to the ops. The calls have the residual stream in
+    fp32 and in `dtype`, and modulation per request and per token.
     """
     per_token = [i[name].expand(i["x"].shape).contiguous() for name in ("shift", "scale", "gate")]
     found: list[tuple[str, tuple[Any, ...]]] = []
@@ -72,7 +72,7 @@ def calls(i: Inputs, dtype: torch.dtype) -> list[tuple[str, tuple[Any, ...]]]:
 
 
 def exact(name: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """Return the results of the plain op, computed in fp32."""
+    """Return the plain op's results, computed in fp32."""
 
     def wide(arg: Any) -> Any:
         if isinstance(arg, tuple):
@@ -89,7 +89,7 @@ def check(kernels: Any, dtype: torch.dtype, device: str) -> int:
     """Check that relative errors are within two rounding errors of the dtype, and that dtypes and
     shapes equal those of the plain op.
 
-    Returns the number of calls.
+    Return the number of calls.
     """
     tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     made = calls(random_inputs(dtype, device), dtype)
@@ -108,8 +108,8 @@ def check(kernels: Any, dtype: torch.dtype, device: str) -> int:
 
 
 def check_quantized(kernels: Any, dtype: torch.dtype, device: str) -> int:
-    """Check that FP8 results equal those of the plain ops: all scales, and all values except a few
-    on a rounding boundary.
+    """Check that FP8 results equal those of the plain ops. All scales must be equal, and all values
+    except a few on a rounding boundary.
     """
     i = random_inputs(dtype, device)
     i["x"][0, 0] = i["update"][0, 0] = 0  # a token of zeros
@@ -158,7 +158,7 @@ def check_quantized(kernels: Any, dtype: torch.dtype, device: str) -> int:
 
 def check_store(kernels: Any, dtype: torch.dtype, device: str) -> None:
     """Check that stored keys and values exactly equal those of `rms_rope` and `quantize`, and that
-    other tokens of the window stay unchanged.
+    the window's other tokens do not change.
     """
     i = random_inputs(dtype, device)
     k, v, turn = i["k"][1], i["update"][1], (i["cos"][1], i["sin"][1])
@@ -251,7 +251,7 @@ def test_the_compiled_op_stores_the_same(storage: torch.dtype) -> None:
 
 
 def test_wan_kernels_have_the_signatures_of_the_plain_ops() -> None:
-    """Wan's kernels have the same signatures as the plain ops, because callers use either
+    """Wan's kernels have the same signatures as the plain ops, because callers use the two
     interchangeably.
     """
     require_triton()

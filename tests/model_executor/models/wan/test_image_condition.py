@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streamed image condition is bit-identical to encoding the whole clip, constant once it has
+"""The streamed image condition is bit-identical to the whole clip's condition, constant once it has
 settled, and separate for each session.
 """
 
@@ -41,7 +41,7 @@ def stream(
 
 @pytest.mark.parametrize("chunks", [[3, 3, 3], [1, 4, 4], [9]])
 def test_a_streamed_condition_equals_the_original_whole_clip(condition, image, chunks):
-    """For any chunk size, the condition consists of a mask that is 1 only on the image's frame,
+    """For any chunk size, the condition consists of a mask that is 1 only at the image's frame,
     followed by the latents of the image and of grey frames.
     """
     y, _ = stream(condition, image, chunks)
@@ -56,11 +56,11 @@ def test_a_streamed_condition_equals_the_original_whole_clip(condition, image, c
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2**-8), (torch.bfloat16, 2**-5)])
 def test_a_condition_settles_when_changes_are_negligible(image, dtype, tolerance):
-    """The encoder stops before its output is bit-constant, and the latent that is then repeated is
-    close to what the encoder would return.
+    """The encoder stops before its output is bit-constant. From then on, a latent close to the one
+    that the encoder would return is repeated.
 
-    Relative to the standard deviation of the latents, the error is at most one bf16 rounding error
-    in fp32 and a few rounding errors in bf16.
+    Relative to the latents' standard deviation, the error is at most one bf16 rounding error in
+    fp32, and a few rounding errors in bf16.
     """
     vae = StreamingWanVAE(VAEConfig(base_dim=4), decoder=False, dtype=dtype)
     load_vae(vae, GOLDEN / "vae_tiny_weights_orig_names.safetensors")
@@ -82,8 +82,8 @@ def test_a_condition_settles_when_changes_are_negligible(image, dtype, tolerance
 
 @pytest.mark.parametrize("chunks", [[42], [20, 22], [7] * 6])
 def test_an_asynchronous_host_gets_the_same_condition(condition, image, chunks, monkeypatch):
-    """If the host cannot read yet whether the condition has settled, the encoder also encodes the
-    rest of the chunk in which it settles.
+    """If the host cannot yet read whether the condition has settled, the encoder also encodes the
+    rest of the chunk in which the condition settles.
     """
     expected_y, expected = stream(condition, image, chunks)
     monkeypatch.setattr(GreyCondition, "_is_readable", staticmethod(lambda flag: False))
@@ -124,8 +124,8 @@ def test_a_settled_condition_needs_no_encoder(condition, image, monkeypatch):
 
 
 def test_a_new_image_restarts_the_condition(condition, image):
-    """A new image in the middle of a session restarts the condition: the mask marks its frame, and
-    the latents equal those of a new session.
+    """A new image in the middle of a session restarts the condition: the mask marks the new image's
+    frame, and the latents are the same as in a new session.
     """
     _, state = stream(condition, image, [3, 3])
     switched, _ = condition.next(-image, 3, state)
@@ -144,8 +144,8 @@ def test_the_condition_needs_an_encoder():
 
 
 def test_prepare_image_resizes_as_torch_bicubic_without_antialiasing():
-    """Images are resized as in the reference preprocessing: bicubic on values from -1 to 1, without
-    antialiasing and without clamping the overshoot.
+    """Images are resized as in the reference preprocessing: with bicubic interpolation on values
+    from -1 to 1, without antialiasing and without clamping overshoots.
     """
     image = torch.rand(3, 40, 50, generator=torch.Generator().manual_seed(0))
     expected = torch.nn.functional.interpolate((image * 2 - 1)[None], size=(16, 32), mode="bicubic")
@@ -167,8 +167,8 @@ def test_prepare_image_resizes_as_torch_bicubic_without_antialiasing():
     ],
 )
 def test_images_of_another_shape_or_dtype_are_refused(image, message):
-    """Images of another shape or dtype are refused with an error that names the received and the
-    allowed values.
+    """Images with an unsupported shape or dtype are rejected with an error that states the received
+    and the allowed values.
     """
     with pytest.raises(ValueError, match=message):
         prepare_image(image, 16, 16)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CLIP's vision tower: hidden states, sizes read from its files, strict loading in both layouts,
-and image cropping.
+"""Tests of CLIP's vision tower: hidden states, sizes read from its files, strict loading of both
+layouts, and image cropping.
 """
 
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_sizes_are_read_from_the_files(folder: Path) -> None:
 
 def test_embeddings_are_the_hidden_states_before_the_last_layer(folder: Path) -> None:
     """Image embeddings are the hidden states before the last layer, without the final norm. The
-    last layer is not built. Images of any size are stretched to the tower's square input size.
+    last layer is not built. Images of any size are stretched to the tower's square input.
     """
     encoder = loaded(folder)
     whole = CLIPVisionModel(CLIPVisionConfig(**CLIP)).eval()

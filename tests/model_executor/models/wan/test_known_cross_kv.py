@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conditions under which the next chunk can reuse the cross-attention keys and values of a
-prompt.
+"""Tests of the conditions under which the next chunk can reuse a prompt's cross-attention keys and
+values.
 """
 
 from dataclasses import dataclass

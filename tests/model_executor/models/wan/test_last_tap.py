@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A single frame uses only the last temporal tap of a causal convolution."""
+"""Causal convolutions that use only their last temporal tap for a single frame give the same
+results as diffusers' convolutions.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -25,7 +27,7 @@ CONVOLUTIONS = {
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
 @pytest.mark.parametrize(("frames", "remembered"), [(1, 0), (1, 2), (4, 0)])
 def test_a_convolution_equals_diffusers(kind: str, frames: int, remembered: int) -> None:
-    """The convolution equals that of diffusers for a first frame, for a later frame after two
+    """The convolution equals diffusers' convolution for a first frame, for a later frame after two
     cached frames, and for a clip.
     """
     torch.manual_seed(0)
@@ -52,7 +54,7 @@ def test_an_image_equals_the_first_frame_of_its_clip() -> None:
 @pytest.mark.parametrize("frames", [1, 3])
 @torch.no_grad()
 def test_images_and_clips_equal_diffusers_autoencoder(frames: int) -> None:
-    """Encoding and decoding two images or clips in one call gives the same results as the diffusers
+    """Encoding and decoding two images or clips in one call gives the same results as diffusers'
     autoencoder.
     """
     vae = small_vae()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decode split over ranks by bands of rows gives the same frames as a decode on one rank (fp32,
-gloo, one process per rank).
+"""A decode split across ranks into bands of rows gives the same frames as a decode on one rank
+(fp32, gloo, one process per rank).
 """
 
 from dataclasses import replace
@@ -29,8 +29,8 @@ CONFIG = VAEConfig(base_dim=4)
 WAN_2_2 = replace(RELEASES["2.2"], base_dim=4, decoder_base_dim=None)
 WIDTH = 6
 TOLERANCE = 1e-5
-"""Tolerance for pixels in [-1, 1], because the order of summation in kernels depends on the height
-of a band. The measured difference is 1e-6.
+"""Tolerance for pixels in [-1, 1]. The order of summation in kernels depends on the band height,
+and the measured difference is 1e-6.
 """
 CUTS = [1, 3, 2]
 
@@ -55,7 +55,7 @@ def latents(height: int) -> torch.Tensor:
 def check_bands(
     bands: RowBands, heights: list[int], options: dict[str, Any], config: VAEConfig = CONFIG
 ) -> None:
-    """Decode streams of several heights in parts with one decoder, and check the pixels, the cache
+    """With one decoder, decode streams of several heights in parts, and check the pixels, the cache
     and its size, and the joined frames.
     """
     whole, mine = build(config=config), build(bands, config, **options)
@@ -85,7 +85,9 @@ def check_bands(
 
 
 def check_one_piece(bands: RowBands) -> None:
-    """Check that decoding a band of a stream in parts is bit-identical to decoding it at once."""
+    """Check that decoding a band of a stream in parts gives the same results as decoding it at
+    once, bit for bit.
+    """
     mine = build(bands)
     whole_clip, cache = mine.decode(latents(5), None)
     parts, last = decode_stream(mine, latents(5), CUTS)
@@ -93,8 +95,8 @@ def check_one_piece(bands: RowBands) -> None:
 
 
 def check_layout(bands: RowBands) -> None:
-    """Check that adding the neighbours' rows keeps a channels-last image channels-last and puts the
-    rows at the right positions.
+    """Check that a channels-last image stays channels-last when the neighbours' rows are added, and
+    that these rows are at the right positions.
     """
     rows = torch.arange(4.0) + 10 * bands.rank
     for shape, layout in (
@@ -111,8 +113,8 @@ def check_layout(bands: RowBands) -> None:
 
 
 def check_graph(bands: RowBands) -> None:
-    """Check that the exchanges are part of the graph into which torch.compile traces the decode of
-    a latent frame.
+    """Check that torch.compile includes the exchanges in the graph that it traces for decoding a
+    latent frame.
     """
     mine = build(bands)
     x = latents(4)
@@ -150,8 +152,8 @@ def run(size: int, rendezvous: Path, *checks: tuple[Any, ...]) -> None:
     ],
 )
 def test_bands_equal_the_whole_decoder(tmp_path: Path, size: int, heights: list[int]) -> None:
-    """Bands equal the frames decoded on one rank, even if the rows cannot be divided evenly over
-    the ranks or a rank has a single row.
+    """Bands equal the corresponding rows of frames decoded on one rank, even if the rows cannot be
+    divided evenly among the ranks or a rank has only one row.
     """
     run(size, tmp_path / "rendezvous", (check_bands, heights, {}))
 
@@ -175,7 +177,9 @@ def test_exchanges_do_not_break_the_graph(tmp_path: Path) -> None:
 
 
 def test_every_rank_needs_a_row() -> None:
-    """A stream with fewer latent rows than ranks is refused, also on ranks without a decoder."""
+    """A stream with fewer latent rows than ranks is refused on every rank, even on one without a
+    decoder.
+    """
     bands: Any = RowBands(1, 4, None)  # type: ignore[arg-type]
     vae = StreamingWanVAE(CONFIG, encoder=False, decoder=False, bands=bands)
     vae.check_height(32)
@@ -190,8 +194,8 @@ def test_every_rank_needs_a_row() -> None:
 
 
 def test_ranks_that_decode() -> None:
-    """Of the ranks that share layers, either all or only the first decode. With a VAE stage, either
-    all of its ranks or only its first rank decode.
+    """Either all ranks that share layers decode, or only the first of them. With a VAE stage,
+    either all of its ranks or only its first rank decodes.
     """
     group: Any = object()
     for decode_group, decoding in ((None, [True, False]), (group, [True, True])):

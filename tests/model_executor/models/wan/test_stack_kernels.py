@@ -83,7 +83,9 @@ CASES += [
         ],
     )
 ]
-"""Cases in which F(2, 3) or F(4, 3) combines frames before a convolution, after one, or both."""
+"""Cases in which F(2, 3) or F(4, 3) combines frames before a convolution, after a convolution, or
+both.
+"""
 CASES += [
     {
         "channels": 33,
@@ -121,11 +123,11 @@ CASES += [
         (12, 1, 1, 2, True, FrameLayout.ALONE),
     )
 ]
-"""Cases that add copies of the input, as each upsampling level of the Wan 2.2 decoder does."""
+"""Cases that add copies of the input, as each upsampling level in the Wan 2.2 decoder does."""
 
 
 def check_pass(kernels: Any, case: dict[str, Any], dtype: torch.dtype, device: str) -> None:
-    """Compare the kernels' `stack_frames` and `add_up` with those in plain torch on random
+    """Compare the kernels' `stack_frames` and `add_up` with the plain torch versions on random
     tensors.
     """
     generator = torch.Generator().manual_seed(0)

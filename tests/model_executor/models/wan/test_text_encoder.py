@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt encoding: unpadded hidden states equal padded ones, prompts are cleaned as in the original
-implementation, and the prompt cache is bounded.
+"""In prompt encoding, hidden states are the same with and without padding, prompts are cleaned as
+in the original implementation, and the prompt cache is bounded.
 """
 
 import re
@@ -45,8 +45,8 @@ def encoder(layout) -> TextEncoder:
 
 
 def test_hidden_states_equal_those_of_a_padded_batch(encoder):
-    """Encoding only the valid tokens gives the same result as the original implementation, which
-    pads every prompt to 512 tokens.
+    """Encoding only the valid tokens gives the same hidden states as the original implementation,
+    which pads every prompt to 512 tokens.
     """
     states = encoder.encode(PROMPT)
     ids = encoder.prompts.tokenize(PROMPT)
@@ -68,7 +68,7 @@ def test_prompts_are_padded_to_few_lengths(max_tokens, lengths):
 
 
 def test_every_length_is_captured_at_the_first_prompt(layout, encoder):
-    """The first prompt captures the graphs of all lengths, so no later prompt runs without a graph.
+    """The first prompt captures graphs for all lengths, so no later prompt runs without a graph.
     Only valid tokens are returned.
     """
     graphs = ForwardGraphs(capture=hold)
@@ -81,8 +81,8 @@ def test_every_length_is_captured_at_the_first_prompt(layout, encoder):
 
 
 def test_reloaded_weights_are_captured_again(layout):
-    """Reloading the weights captures the graphs again, because a graph may refer to the memory of
-    the old weights.
+    """After the weights have been reloaded, the graphs are captured again, because a graph may
+    refer to the old weights' memory.
     """
     graphs = ForwardGraphs(capture=hold)
     encoder = build(layout, graphs=graphs)
@@ -95,8 +95,8 @@ def test_reloaded_weights_are_captured_again(layout):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are CUDA's")
 def test_graphs_equal_plain_launches(layout):
-    """Encoding with CUDA graphs is bit-identical to encoding without graphs. On a GPU, prompts are
-    padded in both modes.
+    """Encoding with CUDA graphs gives the same hidden states as encoding without graphs, bit for
+    bit. On a GPU, prompts are padded in both modes.
     """
     with torch.device("cuda"):
         plain = build(layout)
@@ -125,8 +125,8 @@ def test_prompts_are_cleaned_as_in_the_original(prompt, cleaned):
 
 
 def test_ids_end_with_end_of_sequence_and_are_truncated(layout):
-    """A prompt of any length gives at most `max_tokens` ids, of which the last is the
-    end-of-sequence token.
+    """A prompt of any length gives at most `max_tokens` ids. The last id is the end-of-sequence
+    token.
     """
     encoder = build(layout, max_tokens=8)
     assert encoder.prompts.tokenize("") == [1]
@@ -140,7 +140,7 @@ def test_ids_end_with_end_of_sequence_and_are_truncated(layout):
     "text", ["a lighthouse in the rain", "x ∑ 世界 é", "🙂", "unknown: \u0378", ""]
 )
 def test_tokenizer_json_gives_sentencepieces_ids(layout, text):
-    """`tokenizer.json` gives the same ids as SentencePiece, including byte encoding of rare
+    """`tokenizer.json` gives the same ids as SentencePiece, including the byte encoding of rare
     characters.
     """
     processor = sentencepiece.SentencePieceProcessor(
@@ -185,7 +185,9 @@ def test_a_prompt_larger_than_the_cache_is_not_cached(layout):
 
 
 def test_device_cpu_keeps_the_weights_in_host_memory(layout):
-    """`device="cpu"` keeps the weights in host memory, whatever device the model is built on."""
+    """With `device="cpu"`, the weights stay in host memory, whatever device the model is built
+    on.
+    """
     with torch.device("meta"):
         host = TextEncoder(layout.text_config(), None, device="cpu")
         alongside = TextEncoder(layout.text_config(), None)
@@ -207,8 +209,8 @@ def test_a_missing_tokenizer_is_named(layout):
 
 
 def test_a_tokenizer_of_another_model_is_refused(layout):
-    """A tokenizer with more tokens than the model has embeddings is refused, because its ids would
-    index out of range on the device.
+    """A tokenizer that has more tokens than the model has embeddings is rejected, because its ids
+    would be out of range on the device.
     """
     with pytest.raises(ValueError, match="tokens, the text encoder only 64"):
         TextEncoder({**layout.text_config(), "vocab_size": 64}, layout.tokenizer)

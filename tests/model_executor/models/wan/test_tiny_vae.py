@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding a stream with the tiny decoder equals running its network on a whole clip with initially
-empty memories.
+"""Decoding a stream with the tiny decoder gives the same frames as running the decoder's network on
+a whole clip with initially empty memories.
 """
 
 from pathlib import Path
@@ -66,9 +66,9 @@ def test_a_stream_split_anywhere_equals_the_whole_clip(vae: TinyVAEDecoder, cut:
 def test_enlarging_frames_in_the_convolution_equals_enlarging_them_first(
     channels: int, factor: int, layout: torch.memory_format
 ) -> None:
-    """Enlarging frames within the convolution equals enlarging them before it, as the original
-    implementation does. One case has three fp32 channels, which cannot be copied as eight-byte
-    words.
+    """Enlarging frames within the convolution gives the same result as enlarging them before it, as
+    the original implementation does. One case has three fp32 channels, which cannot be copied as
+    eight-byte words.
     """
     grow = TemporalUpsample(channels, factor)
     x = torch.randn(3, channels, 4, 6).contiguous(memory_format=layout)
@@ -87,8 +87,8 @@ def test_a_cache_is_immutable(vae: TinyVAEDecoder) -> None:
 
 
 def test_released_weights_have_taehvs_names_and_sizes(tmp_path: Path) -> None:
-    """`taew2_1.pth` contains 22.6 MB of fp32 weights, including an encoder. Only the decoder is
-    loaded, and loading is strict.
+    """`taew2_1.pth` contains 22.6 MB of fp32 weights, including those of an encoder. Only the
+    decoder is loaded, and loading is strict.
     """
     decoder = TinyVAEDecoder()
     names = {name: tuple(p.shape) for name, p in decoder.named_parameters()}

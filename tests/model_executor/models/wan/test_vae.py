@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streaming VAE equals the original implementation, and processing a clip as a stream is
-bit-identical to processing it at once.
+"""The streaming VAE gives the same results as the original implementation. Processing a clip as a
+stream gives the same results as processing it at once, bit for bit.
 
-`tests/golden/lingbot/vae*` were recorded on CPU in float32 from the original Wan VAE at dim 4 with
-random weights.
+`tests/golden/lingbot/vae*` were recorded on a CPU in float32 from the original Wan VAE with a base
+dimension of 4 and random weights.
 """
 
 import json
@@ -30,7 +30,7 @@ from vllm_omni.model_executor.models.wan.vae.vae import (
 )
 
 GOLDEN = golden_folder("lingbot")
-TOLERANCE = 1e-5  # for float32 sums of up to 432 products in a different order
+TOLERANCE = 1e-5  # for float32 sums, in a different order, of up to 432 products
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,9 @@ def test_uint8_frames_round_to_nearest(golden):
 
 @pytest.mark.parametrize("cuts", [[9, 12, 12], [1, 8, 24], [1] + [4] * 8, [33]])
 def test_a_streamed_encode_equals_the_whole_clip_bit_for_bit(vae, clip, cuts):
-    """Encoding a clip in parts gives bit-identical latents and cache to encoding it at once."""
+    """Encoding a clip in parts gives the same latents and cache as encoding it at once, bit for
+    bit.
+    """
     whole, whole_cache = vae.encode(clip, None)
     latents, cache = encode_stream(vae, clip, cuts)
     assert torch.equal(latents, whole)
@@ -78,7 +80,9 @@ def test_a_streamed_encode_equals_the_whole_clip_bit_for_bit(vae, clip, cuts):
 
 @pytest.mark.parametrize("cuts", [[3, 3, 3], [1, 1, 1, 3, 3], [2, 7], [9]])
 def test_a_streamed_decode_equals_the_whole_clip_bit_for_bit(vae, golden, cuts):
-    """Decoding latents in parts gives bit-identical frames and cache to decoding them at once."""
+    """Decoding latents in parts gives the same frames and cache as decoding them at once, bit for
+    bit.
+    """
     whole, whole_cache = vae.decode(golden["latents"], None)
     pixels, cache = decode_stream(vae, golden["latents"], cuts)
     assert torch.equal(pixels, whole)
@@ -87,8 +91,8 @@ def test_a_streamed_decode_equals_the_whole_clip_bit_for_bit(vae, golden, cuts):
 
 @pytest.mark.parametrize("frames_per_call", [1, 2, 3, 4])
 def test_fewer_frames_per_call_give_the_same_frames(vae, weights, golden, frames_per_call):
-    """Frames and cache do not depend on how many frames each call of the decoder's largest levels
-    processes.
+    """Frames and caches do not depend on how many frames the decoder's largest levels process per
+    call.
 
     The frames are bit-identical if convolutions sum in the same order for any number of frames. On
     a CPU, convolutions over two and over four frames sum in the same order.
@@ -107,14 +111,14 @@ def test_fewer_frames_per_call_give_the_same_frames(vae, weights, golden, frames
 
 
 def test_frames_per_call_must_be_positive():
-    """A limit of less than one frame per call is refused."""
+    """A limit of less than one frame per call is rejected."""
     with pytest.raises(ValueError, match="at least 1, got 0"):
         StreamingWanVAE(VAEConfig(base_dim=4), encoder=False, frames_per_call=0)
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """Return the peak of the additional bytes that torch allocates during `work`, according to its
-    profiler.
+    """Return the peak number of additional bytes that torch allocates during `work`, according to
+    its profiler.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
@@ -129,11 +133,11 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 def test_memory_of_a_decode_does_not_grow_with_its_latents():
     """A decode call needs memory for its input cache, one more cache, and the intermediate results
-    of one latent frame.
+    for one latent frame.
 
     The test uses fp32, because a CPU without bf16 support converts values during the call. The
-    measured additional memory is 2.4 times the size of a cache, or 1.6 times with one frame per
-    call.
+    measured additional memory is 2.4 times the size of a cache, or 1.6 times that size with only
+    one frame per call.
     """
     latents = torch.randn(1, 16, 5, 8, 12, generator=torch.Generator().manual_seed(0))
     peaks = {}
@@ -174,8 +178,8 @@ def test_the_cache_of_a_compiled_decoder_holds_only_its_features(frames_per_call
 
 
 def test_a_call_does_not_change_its_input_cache(vae, golden):
-    """An aborted chunk can be decoded again with the same result, because a call does not change
-    its input cache.
+    """A call does not change its input cache, so an aborted chunk can be decoded again with the
+    same result.
     """
     _, cache = vae.decode(golden["latents"][:, :, :3], None)
     before = cache.clone()
@@ -186,7 +190,7 @@ def test_a_call_does_not_change_its_input_cache(vae, golden):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cache_bytes_are_constant_and_known_in_advance(golden, clip, dtype):
-    """The size of a cache is constant from the first latent on, both for encoding and for
+    """A cache has a constant, known size from the first latent frame on, both for encoding and for
     decoding.
     """
     vae = StreamingWanVAE(VAEConfig(base_dim=4), dtype=dtype)
@@ -212,15 +216,15 @@ def test_cache_shapes_equal_the_recorded_ones(vae, golden):
 
 
 def test_the_full_size_decoder_cache_has_1801_mib():
-    """At 480x832 in bfloat16, the decoder's cache has the size that another implementation has
-    published.
+    """At 480x832 in bfloat16, the decoder's cache has the size published for another
+    implementation.
     """
     assert round(cache_nbytes(VAEConfig(), "decoder", 480, 832, torch.bfloat16) / 2**20) == 1801
 
 
 def test_a_batch_of_streams_equals_each_stream_alone(vae, golden):
-    """Pixels and caches of a batch equal those of each stream within float tolerance, and streams
-    do not share memory.
+    """In a batch, each stream has the same pixels and cache as when it runs alone, within float
+    tolerance. Streams do not share memory.
     """
     latents = [golden["latents"].roll(shift, dims=4) for shift in range(3)]
     caches = [vae.decode(of_one[:, :, :1], None)[1] for of_one in latents]
@@ -243,7 +247,9 @@ def test_a_batch_of_streams_equals_each_stream_alone(vae, golden):
 
 
 def test_a_cache_round_trips_through_named_tensors(vae, golden):
-    """A cache rebuilt from `tensors()` continues the stream identically."""
+    """A stream continued from a cache that was rebuilt from `tensors()` is the same as a stream
+    continued from the original cache.
+    """
     _, cache = vae.decode(golden["latents"][:, :, :3], None)
     rebuilt = VAECache(tuple(tensor.clone() for _, tensor in sorted(cache.tensors().items())))
     for original, copy in zip(
@@ -256,7 +262,7 @@ def test_a_cache_round_trips_through_named_tensors(vae, golden):
 
 def test_encoder_and_decoder_can_be_built_alone(weights, clip, golden):
     """The encoder or the decoder can be built alone, for example on a pipeline stage that decodes
-    no frames, and then has only its own parameters.
+    no frames. The VAE then has only that half's parameters.
     """
     encoder = StreamingWanVAE(VAEConfig(base_dim=4), decoder=False)
     decoder = StreamingWanVAE(VAEConfig(base_dim=4), encoder=False)
@@ -290,9 +296,7 @@ def test_sizes_that_are_no_multiple_of_eight_are_refused(vae):
 
 
 def test_a_config_round_trips_through_the_diffusers_keys():
-    """A config converted to the keys of a diffusers checkpoint and back gives the same
-    architecture.
-    """
+    """Converting a config to a diffusers checkpoint's keys and back gives the same architecture."""
     config = VAEConfig(base_dim=4)
     assert VAEConfig.from_dict({"_class_name": "AutoencoderKLWan", **config.to_dict()}) == config
     assert VAEConfig.from_dict(dict(AutoencoderKLWan(base_dim=4).config)) == config
@@ -310,7 +314,7 @@ def test_a_config_round_trips_through_the_diffusers_keys():
     ],
 )
 def test_configs_of_other_autoencoders_are_refused(changed, message):
-    """A config of another autoencoder is refused with an error that names the key. Otherwise, a
+    """Another autoencoder's config is rejected with an error that names the key. Otherwise, a
     different VAE would be built silently.
     """
     with pytest.raises(ValueError, match=message):
@@ -321,9 +325,8 @@ def test_configs_of_other_autoencoders_are_refused(changed, message):
 def test_later_latents_are_one_graph_for_each_part(
     monkeypatch: pytest.MonkeyPatch, weights: dict[str, torch.Tensor], frames_per_call: int | None
 ) -> None:
-    """Later latents are decoded by one compiled graph per part of the decoder. Because of
-    `fullgraph`, code that cannot be traced raises an error, after which the decoder would run
-    uncompiled.
+    """For later latent frames, each part of the decoder is one compiled graph. With `fullgraph`,
+    code that cannot be traced raises an error, and the decoder would then run uncompiled.
     """
     plain = StreamingWanVAE(VAEConfig(base_dim=4), encoder=False, frames_per_call=frames_per_call)
     compile_for_real, graphs = torch.compile, []

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Winograd convolutions F(2, 3) and F(4, 3) along time equal direct convolution, apart from
-rounding. In fp16, they are more accurate than direct convolution in bf16.
+"""Apart from rounding, the Winograd convolutions F(2, 3) and F(4, 3) along the time axis equal
+direct convolution. In fp16, they are more accurate than direct convolution in bf16.
 """
 
 import pytest
@@ -19,12 +19,12 @@ from vllm_omni.model_executor.models.wan.vae.winograd import OF_FRAMES, product_
 def _convolved(
     past: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 ) -> torch.Tensor:
-    """Return the Winograd convolution, [B, T, H, W, O].
+    """Return the Winograd convolution. Shape: [B, T, H, W, O].
 
     Args:
-        past: [B, 2, H, W, C].
-        x: [B, T, H, W, C].
-        weight: [O, C, 3, 3, 3].
+        past: Preceding frames, [B, 2, H, W, C].
+        x: Frames, [B, T, H, W, C].
+        weight: Convolution weight, [O, C, 3, 3, 3].
     """
     stacked = stack_frames(PendingSum(x.flatten(0, 1)), past, layout=FrameLayout.COMBINED)
     weights = OF_FRAMES[x.shape[1]].transformed(weight)
@@ -61,15 +61,15 @@ def test_combined_frames_equal_a_causal_convolution(frames: int) -> None:
 
 @pytest.mark.parametrize("frames", list(OF_FRAMES))
 def test_fp16_products_are_more_accurate_than_bf16_frames(frames: int) -> None:
-    """In a bf16 network, fp16 products are more accurate than bf16 frames. The test compares the
-    values that the next pass sums in fp32.
+    """In a bf16 network, the products in fp16 are more accurate than frames in bf16. The test
+    compares the values that the next pass sums in fp32.
     """
     x, weight, bias = _case(frames)
     exact = _direct(x.double(), weight.double(), bias.double())
     of_bf16 = (
         _direct(x.bfloat16().float(), weight, torch.zeros_like(bias)).bfloat16().float() + bias
     )
-    # The bias is fp32, so that the sum is not rounded to bf16.
+    # The bias is fp32, so the sum is not rounded to bf16.
     past = x[:, :2].bfloat16()
     stacked = stack_frames(
         PendingSum(x[:, 2:].flatten(0, 1)), past, layout=FrameLayout.COMBINED

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that run clips through the streaming VAE in parts, as the chunks of a session do, and
-that build VAEs with random weights.
+"""Functions that run clips through the streaming VAE in parts, as a session's chunks do, and
+functions that build VAEs with random weights.
 """
 
 from dataclasses import replace
@@ -50,7 +50,9 @@ def decode_stream(
 
 
 def assert_caches_close(cache: VAECache, expected: VAECache) -> None:
-    """Assert that two fp32 caches are equal within the error of a different order of summation."""
+    """Assert that two fp32 caches are equal within the error that a different order of summation
+    causes.
+    """
     for feature, wanted in zip(cache.features, expected.features, strict=True):
         torch.testing.assert_close(feature, wanted, atol=1e-4, rtol=1e-4)
 
@@ -64,14 +66,14 @@ RELEASES = {
         latents_std=VAEConfig.latents_std,
     ),
 }
-"""VAE configs of Wan 2.1 and Wan 2.2, both with the latent channels of Wan 2.1."""
+"""VAE configs of Wan 2.1 and Wan 2.2, both with Wan 2.1's latent channels."""
 
 
 def random_vae(
     seed: int = 0, base_dim: int = 4, release: str = "2.1", **options: Any
 ) -> StreamingWanVAE:
-    """Return a VAE with random weights that give frames with contrast. It has only a decoder unless
-    `options` selects otherwise.
+    """Return a VAE with random weights that give frames with contrast. By default, it has no
+    encoder. `options` override this default.
     """
     config = replace(RELEASES[release], base_dim=base_dim, decoder_base_dim=None)
     vae = StreamingWanVAE(config, **{"encoder": False, **options})

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan 2.2 adapters equal merged weights. Tensor names or file names determine whether an adapter
-applies to one expert or to both.
+"""Wan 2.2 adapters give the same results as merging them into the weights. The tensor names or the
+file name determines whether an adapter applies to one expert or to both.
 """
 
 from pathlib import Path
@@ -33,7 +33,7 @@ def made(model: Wan22, seed: int) -> files.Factors:
 
 
 def one_of_both(tmp_path: Path, high: files.Factors, low: files.Factors) -> Path:
-    """Write a single file in diffusers' format that contains the adapters of both experts."""
+    """Write one file in diffusers' format that contains both experts' adapters."""
     first = load_file(
         files.write_diffusers(high, tmp_path / "first") / "pytorch_lora_weights.safetensors"
     )
@@ -48,7 +48,7 @@ def one_of_both(tmp_path: Path, high: files.Factors, low: files.Factors) -> Path
 
 
 def two_files(tmp_path: Path, high: files.Factors, low: files.Factors) -> Path:
-    """Write one file per expert into a directory, in the layout of step-distillation adapters."""
+    """Write one file per expert to a directory, in the layout of step-distillation adapters."""
     folder = tmp_path / "lightning"
     folder.mkdir()
     files.write_community_ab(high, folder / "high_noise_model.safetensors")
@@ -85,8 +85,8 @@ def test_each_expert_has_its_adapter(
 def test_the_file_name_selects_the_expert(
     name: str, experts: tuple[str, ...], checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The file name selects the expert. An adapter whose file name identifies no expert applies to
-    both experts.
+    """The file name selects the expert. If the file name identifies no expert, the adapter applies
+    to both experts.
     """
     model = load_model(checkpoints["t2v"])
     own = made(model, 1)

@@ -15,14 +15,14 @@ from helpers.wan22_driver import NEGATIVE, Wan22, load_model, start, step
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 
 TOLERANCE = 5e-5
-"""Tolerance for fp32 latents of magnitude 1 after four steps, because kernels partition matrix
-products over one branch and over both branches differently.
+"""Tolerance for fp32 latents of magnitude 1 after four steps. Results are not bit-identical,
+because kernels partition matrix products for one branch differently from those for both branches.
 """
 
 
 def _latents(model: Wan22) -> list[torch.Tensor]:
-    """Return the latents of two guided requests and one without guidance, in one batch over both
-    experts.
+    """Return the latents of two requests with guidance and one without. They run in one batch and
+    use both experts.
     """
     batch = [
         start(model, seed=1, negative_prompt=NEGATIVE, guidance_scale=3.0),

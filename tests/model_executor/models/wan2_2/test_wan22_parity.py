@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This pipeline is compared with diffusers' `WanPipeline` and `WanImageToVideoPipeline` on the same
-tiny weights and seed in fp32.
+"""This package's pipeline is compared with diffusers' `WanPipeline` and `WanImageToVideoPipeline`,
+with the same tiny weights and seed in fp32.
 
 diffusers embeds timesteps and normalises in single precision or in a different order, and runs the
-two guidance branches one after the other. The measured difference of latents is 9e-6 to 2e-5, and
-frames are equal.
+two guidance branches one after the other. For these reasons, the measured difference between
+latents is 9e-6 to 2e-5. Frames are equal.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ from helpers.wan22_driver import (
 from PIL import Image
 
 LATENTS = 1e-4
-"""Maximum difference of a latent (the standard deviation of latents is about 1)."""
+"""Maximum difference between latents, which have a standard deviation of about 1."""
 CASES = {
     "t2v": ("t2v", False),
     "i2v": ("i2v", True),
@@ -57,8 +57,8 @@ def diffusers_result(path: Path, with_image: bool, output_type: str, **call: Any
 
 @pytest.mark.parametrize("case", CASES)
 def test_latents_equal_those_of_diffusers(checkpoints: dict[str, Path], case: str) -> None:
-    """The latents after twelve UniPC steps with guidance equal those of diffusers. The steps use
-    both experts if there are two.
+    """After twelve UniPC steps with guidance, the latents match diffusers' latents. If there are
+    two experts, the steps use both.
     """
     layout, with_image = CASES[case]
     second = {} if layout == "ti2v" else {"guidance_scale_2": 3.0}
@@ -88,7 +88,7 @@ def test_latents_equal_those_of_diffusers(checkpoints: dict[str, Path], case: st
 
 @pytest.mark.parametrize("case", CASES)
 def test_frames_equal_those_of_diffusers(checkpoints: dict[str, Path], case: str) -> None:
-    """uint8 frames equal those of diffusers except for values on a rounding boundary. Without
+    """uint8 frames equal diffusers' frames except for values on a rounding boundary. Without
     guidance, only one branch runs.
     """
     layout, with_image = CASES[case]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step batching, experts and requests of `Wan22`, without an engine."""
+"""Tests of `Wan22` without an engine: step batching, experts and requests."""
 
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ A14B = Wan22Checkpoint("t2v", 0.875, 16, 8, 4)
 
 
 def test_requests_at_different_steps_share_a_forward(checkpoints: dict[str, Path]) -> None:
-    """Requests that share a forward pass equal their solo runs, even if one starts two steps later
-    with different guidance, prompt and schedule length.
+    """Requests that share forward passes give the same latents as when each runs alone, even if one
+    starts two steps later with a different guidance, prompt and schedule length.
     """
     model = load_model(checkpoints["t2v"])
     assert isinstance(model, SupportsStepExecution)
@@ -59,8 +59,8 @@ def test_requests_at_different_steps_share_a_forward(checkpoints: dict[str, Path
 
 def test_guidance_defaults_are_the_authors(checkpoints: dict[str, Path]) -> None:
     """Guidance defaults to 4 above the boundary and 3 below it, as the model's authors recommend.
-    If a request specifies only `guidance_scale`, it applies on both sides of the boundary. The
-    deployment's defaults take precedence over the authors'.
+    If a request specifies only `guidance_scale`, that scale applies on both sides of the boundary.
+    The deployment's defaults take precedence over the authors' values.
     """
 
     def guidance(options: dict[str, Any] | None = None, **params: Any) -> tuple[float, float]:
@@ -105,7 +105,9 @@ def test_requests_that_cannot_be_served_are_refused(
 
 
 def test_images_are_checked(checkpoints: dict[str, Path]) -> None:
-    """i2v requires a start image, t2v refuses one, and a start image must have the video's size."""
+    """An i2v model requires a start image, a t2v model refuses one, and a start image must have the
+    video's size.
+    """
     with pytest.raises(RequestFailed, match="send the tensor 'image'"):
         start(load_model(checkpoints["i2v"]))
     with pytest.raises(RequestFailed, match="no tensors"):
@@ -118,8 +120,8 @@ def test_images_are_checked(checkpoints: dict[str, Path]) -> None:
 def test_the_warm_up_covers_every_kind_of_request(
     checkpoints: dict[str, Path], layout: str, clean_frames: list[int]
 ) -> None:
-    """The TI2V warm-up covers requests with and without an image, because the two are compiled
-    separately.
+    """The TI2V warm-up runs requests with and without an image, because the two kinds of requests
+    are compiled separately.
     """
     model = load_model(checkpoints[layout])
     requests = [
@@ -134,8 +136,8 @@ def test_the_warm_up_covers_every_kind_of_request(
 
 
 def test_kind_tasks_and_defaults_are_read_from_the_directory(checkpoints: dict[str, Path]) -> None:
-    """The model family reads the kind, tasks and defaults from the configs in a directory, without
-    its weights.
+    """The model family reads the kind, tasks and defaults from the configs in a directory and needs
+    no weights.
     """
     facts = {
         layout: FAMILY.hf_config(path)["wan2_2"]["facts"] for layout, path in checkpoints.items()
@@ -161,8 +163,8 @@ def test_kind_tasks_and_defaults_are_read_from_the_directory(checkpoints: dict[s
 
 
 def test_weights_are_loaded_strictly(checkpoints: dict[str, Path]) -> None:
-    """Weights that do not fit are refused, for example a transformer with a different number of
-    input channels.
+    """Weights that do not fit are rejected, for example those of a transformer with a different
+    number of input channels.
     """
     model = load_model(checkpoints["t2v"])
     with pytest.raises(ValueError, match="misshapen: 1"):

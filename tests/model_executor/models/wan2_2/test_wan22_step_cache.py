@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Videos generated with skipped denoise steps (`options.step_cache`)."""
+"""Tests of videos generated with skipped denoise steps (`options.step_cache`)."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ STEPS: dict[str, Any] = {"num_inference_steps": 10, "output": "latents"}
 
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list to which every later forward pass appends its expert."""
+    """Return a list to which every subsequent forward pass appends the expert that it runs."""
     from vllm_omni.model_executor.models.wan2_2.transformer import Wan22Transformer
 
     run, forward = [], Wan22Transformer.forward
@@ -33,8 +33,8 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_step_cache_saves_forwards_of_a_video(
     checkpoints: dict[str, Path], forwards: list[str], kind: str
 ) -> None:
-    """The step cache always computes the first step of every expert and the last step of the video.
-    A threshold below every change between steps skips no step.
+    """The step cache never skips the first step of an expert or the last step of the video. A
+    threshold below every change between steps skips no step.
     """
     model = load_model(checkpoints[kind])
     whole = make_video(model, **STEPS)[1]["latents"]

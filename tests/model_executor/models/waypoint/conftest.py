@@ -11,7 +11,7 @@ from vllm_omni.testing.tiny.waypoint import make_tiny
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Write one checkpoint of each layout. Tests must not change these checkpoints."""
+    """Write one checkpoint per layout. Tests must not change these checkpoints."""
     found = {layout: tmp_path_factory.mktemp(layout) for layout in LAYOUTS}
     for layout, folder in found.items():
         make_tiny(folder, 0, layout)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waypoint's streaming autoencoder: decoding in parts, sizes, and immutable caches."""
+"""Tests of Waypoint's streaming autoencoder: decoding in parts, frame sizes, and immutable
+caches.
+"""
 
 import pytest
 import torch

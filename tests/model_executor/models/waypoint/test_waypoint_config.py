@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsing of `config.yaml`, and the controls that a model has."""
+"""Tests of how `config.yaml` is parsed and of the controls that each model has."""
 
 from pathlib import Path
 from typing import Any
@@ -140,8 +140,8 @@ def test_options_for_values_that_the_checkpoint_fixes_are_refused() -> None:
 
 
 def test_a_chunk_is_one_latent_frame(checkpoints: dict[str, Path]) -> None:
-    """Every chunk, including the first, has four video frames in Waypoint-1.5 and one in
-    Waypoint-1. Endpoints read this number from the model family.
+    """Every chunk, including the first, has four video frames in Waypoint-1.5 and one video frame
+    in Waypoint-1. Endpoints read this number from the model family.
     """
     for layout, each in (("v1_5", 4), ("v1", 1)):
         checkpoint = FAMILY.hf_config(checkpoints[layout])
@@ -167,8 +167,8 @@ def test_a_chunk_is_one_latent_frame(checkpoints: dict[str, Path]) -> None:
 def test_videos_may_start_without_an_image_at_the_sizes_of_the_model(
     checkpoints: dict[str, Path],
 ) -> None:
-    """`/v1/videos` accepts the sizes that the family's capabilities allow, for example 640x360,
-    although 360 is not a multiple of 16.
+    """`/v1/videos` accepts the frame sizes that the family's capabilities allow. For example, it
+    accepts 640x360, although 360 is not a multiple of 16.
     """
     assert FAMILY.capabilities is not None
     taken = FAMILY.capabilities(FAMILY.hf_config(checkpoints["v1_5"]), OmniConfig())

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows virtual-key codes as buttons, and the list of these codes in error messages."""
+"""Tests of Windows virtual-key codes as buttons, and of the list of these codes in error
+messages.
+"""
 
 import pytest
 
@@ -24,8 +26,8 @@ def test_every_code_has_a_unique_name() -> None:
 
 
 def test_a_refusal_lists_common_keys_first() -> None:
-    """An error message for an unknown key first lists common keys, such as letters, space and
-    the mouse buttons, and then the number of other keys and a pointer to the complete list.
+    """The error message for an unknown key first lists common keys, such as letters, space and the
+    mouse buttons. It then states how many other keys there are and where the complete list is.
     """
     with pytest.raises(RequestFailed, match="holds the button 'jump'") as refused:
         read_actions(KEYBOARD, [["jump"]], {}, 1)

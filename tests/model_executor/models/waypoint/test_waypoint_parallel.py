@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallel runs give the same results as one rank (fp32, gloo, two processes)."""
+"""Tensor-parallel runs give the same results as a single rank (fp32, gloo, two processes)."""
 
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.waypoint.checkpoint import LAYOUTS
 
 TOLERANCE = 1e-4
-"""Tolerance for six frames in fp32, because splitting sums over ranks changes the order of
-summation.
+"""Tolerance for six frames in fp32. Results are not bit-identical, because splitting sums across
+ranks changes the order of summation.
 """
 CHUNKS: list[dict[str, Any]] = [
     {"tensors": {"image": start_image()}, "actions": [["w"]]},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni verify waypoint` passes on the recorded directory and detects damage to each kind of
+"""`vllm-omni verify waypoint` passes for the recorded directory and detects damage to each kind of
 file.
 """
 
@@ -21,7 +21,7 @@ GOLDEN = golden_folder("waypoint")
 def copy(directory: Path, name: str) -> Path:
     """Copy one scenario together with the weights that it requires.
 
-    Return the path of the scenario.
+    Return the path to the scenario.
     """
     for path in (GOLDEN / f"{name}.safetensors", *GOLDEN.glob("*_weights.safetensors")):
         shutil.copyfile(path, directory / path.name)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Waypoint session driven as the runner drives it: frames, start images, graphs, and isolation
-between sessions.
+"""Tests of a Waypoint session driven as the runner drives it: frames, start images, graphs, and
+isolation between sessions.
 """
 
 from pathlib import Path
@@ -35,7 +35,7 @@ CHUNKS: list[dict[str, Any]] = [
     *({"actions": [{"buttons": ("a",), "axes": {"dx": 2.0 * n}, "scroll": 1.0}]} for n in range(5)),
     *({} for _ in range(6)),
 ]
-"""Chunk requests for more frames than either kind of ring buffer holds."""
+"""Chunk requests that together ask for more frames than either kind of ring buffer holds."""
 
 
 def chunks() -> list[dict[str, Any]]:
@@ -77,8 +77,8 @@ def test_a_start_image_is_a_separate_latent_frame(either: Waypoint) -> None:
 
 
 def test_inputs_change_the_frames(either: Waypoint) -> None:
-    """Seed, actions and image each change the generated frames. The test compares latents, because
-    v1 takes a third of a second to decode a frame.
+    """The seed, the actions and the image each change the generated frames. The test compares
+    latents, because v1 takes a third of a second to decode a frame.
     """
 
     def first(image: int = 0, **params: Any) -> torch.Tensor:
@@ -103,9 +103,9 @@ def test_a_prompt_takes_effect_at_the_next_frame(checkpoints: dict[str, Path]) -
 
 
 def test_a_session_with_graphs_equals_one_without(checkpoints: dict[str, Path]) -> None:
-    """A session with graphs equals a session without graphs, and one graph serves all passes of all
-    frames. The test of v1 runs only enough frames to fill the larger ring buffers, because v1 is
-    slow.
+    """A session with graphs gives the same results as a session without graphs, and a single graph
+    is sufficient for all passes of all frames. Because v1 is slow, its test runs only enough frames
+    to fill the larger ring buffers.
     """
     for layout, frames in (("v1_5", chunks()), ("v1", chunks()[:9])):
         plain, by_graphs = load_world(checkpoints[layout]), load_world(checkpoints[layout])
@@ -118,8 +118,8 @@ def test_a_session_with_graphs_equals_one_without(checkpoints: dict[str, Path]) 
 def test_after_the_warm_up_every_pass_uses_a_graph(
     checkpoints: dict[str, Path], kv_dtype: torch.dtype | None
 ) -> None:
-    """After the warm-up, every pass of a session captures or replays a graph, including the first.
-    With FP8, the first frame sets the scales and has a separate graph.
+    """After the warm-up, each of a session's passes, including the first, captures or replays a
+    graph. With FP8, the first frame sets the scales and has a separate graph.
 
     The warm-up runs every kind of pass that a session with a start image has.
     """
@@ -196,8 +196,8 @@ def test_a_session_holds_the_bytes_that_admission_counted(
 def test_two_pipeline_stages_equal_one(
     checkpoints: dict[str, Path], layout: str, partitions: list[tuple[int, int]]
 ) -> None:
-    """Two pipeline stages give bit-identical results. In v1.5, the first layer's attention values
-    are sent to the second stage with the residual stream.
+    """Two pipeline stages give the same results as one rank, bit for bit. In v1.5, the first stage
+    sends the first layer's attention values to the second stage along with the residual stream.
     """
     alone = latents_of([load_world(checkpoints[layout])], chunks())
     for partition in partitions:
@@ -233,8 +233,8 @@ def test_bad_requests_are_refused_and_change_nothing(
 
 @pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
 def test_a_parameter_without_effect_is_refused(world: Waypoint, field: str) -> None:
-    """A request parameter that has no effect on the model is refused with an error that names
-    it.
+    """A request parameter that the model does not use is refused with an error that names the
+    parameter.
     """
     session = open_session(world)
     with pytest.raises(RequestFailed, match=f"does not use {field}") as refused:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two kinds of K/V ring buffers, compared with a reference implementation that uses a list of
-frames.
+"""Tests that compare the two kinds of K/V ring buffers with a reference implementation that uses a
+list of frames.
 """
 
 import pytest

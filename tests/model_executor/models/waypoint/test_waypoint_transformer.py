@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Waypoint network without an engine: batches, aborted frames, and the two sets of lookup
-tables.
+"""Tests of the Waypoint network without an engine: batches, aborted frames, and the two sets of
+lookup tables.
 """
 
 from pathlib import Path
@@ -43,8 +43,8 @@ def committed(model: WaypointTransformer, seed: int, frames: int) -> FrameRings:
 
 
 def test_a_request_has_the_same_bits_in_a_batch(model: WaypointTransformer) -> None:
-    """A request in a batch with sessions of other ages and at other steps is bit-identical to the
-    same request run alone.
+    """A request gives bit-identical latents whether it is run alone or batched with sessions of
+    other ages and at other steps.
     """
     windows, sigmas = [committed(model, 10 * age, age) for age in (0, 3, 9)], (1.0, 0.3, 0.0)
 

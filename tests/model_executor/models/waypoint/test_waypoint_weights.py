@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of Waypoint's tensors (393 released, 361 and 366 in the engine's state dicts), and strict
-loading of each set.
+"""Tests of the names of Waypoint's tensors (393 released tensors, 361 and 366 in the engine's state
+dicts) and of strict loading of each set.
 """
 
 import json
@@ -140,9 +140,9 @@ def test_each_bias_of_a_block_applies_to_its_half(tmp_path: Path) -> None:
 
 
 def test_full_size_networks_have_the_published_parameters() -> None:
-    """Waypoint 1.5 has the published 1,281,960,088 parameters, plus a second bias per block and
-    minus the unused embedding. Waypoint-1-Small differs from its published number of parameters in
-    the same way.
+    """Waypoint-1.5 has the published 1,281,960,088 parameters, plus a second bias per block and
+    minus the unused embedding. Waypoint-1-Small's number of parameters differs from the published
+    number in the same way.
     """
     small = released_config("waypoint_1_small")
     released = WaypointConfig.from_checkpoint(RELEASED)
@@ -184,8 +184,8 @@ def test_an_autoencoder_is_loaded_strictly(tmp_path: Path) -> None:
 def test_a_missing_component_is_named_with_the_download_command(
     layout: str, tmp_path: Path
 ) -> None:
-    """A missing component is named together with the download command, and a complete directory
-    passes the check of `vllm-omni download`.
+    """The error for a missing component names the component and the download command. A complete
+    directory passes the check that `vllm-omni download` runs.
     """
     make_tiny(tmp_path, 0, layout)
     check_complete("waypoint", tmp_path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drives a `Waypoint` through the `WorldDriver` interface, with chunks of one frame."""
+"""Drives a `Waypoint` model through the `WorldDriver` interface, with one frame per chunk."""
 
 import torch
 from helpers.world_driver import WorldDriver

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni download MODEL [OUT]`: download released weights from the Hugging Face hub.
+"""`vllm-omni download MODEL [OUT]`: download released weights from the Hugging Face Hub.
 
 Weights with a restrictive licence are downloaded only with `--accept-license`. `huggingface_hub`
-resumes downloads and verifies checksums. If the hub cannot be reached, the command lists the
-required files so you can copy them from another machine.
+resumes downloads and verifies checksums. If the Hub cannot be reached, the command lists the
+required files so that you can copy them from another machine.
 """
 
 import argparse
@@ -93,11 +93,11 @@ def _check_disk(out: Path, gigabytes: float) -> None:
 
 
 def _fetch(repo: str, patterns: list[str], folder: Path) -> None:
-    """Download the files of a repository that match the patterns, except files that are already
+    """Download the repository files that match the patterns, skipping files that are already
     complete.
 
     Raises:
-        CommandError: The hub refused the download or could not be reached.
+        CommandError: The Hub refused the download or could not be reached.
     """
     from vllm_omni.model_executor.checkpoint.hub import fetch
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni make-tiny MODEL OUT`: create a tiny random checkpoint in the layout of a
-released one.
+"""`vllm-omni make-tiny MODEL OUT`: create a tiny random checkpoint in the layout of a released
+one.
 """
 
 import argparse
@@ -49,9 +49,9 @@ def write_tiny(model: str, out: Path, seed: int = 0, layout: str | None = None) 
 
     Args:
         model: Name of the model family.
-        out: Directory to write.
-        seed: Seed of the random weights.
-        layout: Layout of the checkpoint. Default: the first layout that the model family lists.
+        out: Directory to write the checkpoint to.
+        seed: Seed for the random weights.
+        layout: Checkpoint layout. Default: the first layout that the model family lists.
 
     Raises:
         CommandError: An argument is invalid.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni make-world OUT`: copy the trained world of this package to a checkpoint directory."""
+"""`vllm-omni make-world OUT`: copy this package's trained world to a checkpoint directory."""
 
 import argparse
 import shutil
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_world(out: Path) -> int:
-    """Copy the trained world to `out` and return the size of the checkpoint in bytes.
+    """Copy the trained world to `out` and return the checkpoint size in bytes.
 
     Raises:
         CommandError: The trained world cannot be read, or the directory cannot be used.

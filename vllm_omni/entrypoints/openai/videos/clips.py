@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode clips from clients to arrays with a frame rate and length that the served model
+"""Decode clients' clips into arrays of frames, at a frame rate and length that the served model
 accepts.
 """
 
@@ -18,21 +18,18 @@ from vllm_omni.entrypoints.realtime.connection.images import format_name
 
 _MAX_CLIP_SECONDS: Final = 600.0
 _CLIP_SIDE: Final = 1024
-"""Maximum side length in pixels of frames that are sent to the engine. Models use frames that are
-smaller than this limit.
+"""Maximum side length in pixels of the frames sent to the engine. Models use smaller frames.
 """
 
 _MAX_FRAMES: Final = 36_000
 _MAX_FRAME_PIXELS: Final = 4096 * 4096
 _MAX_PIXELS: Final = 1 << 32
-"""Maximum number of pixels of all frames together. The limit corresponds to 69 s of 1920x1080 video
-at 30 frames per second, which takes about ten seconds to decode on one core.
+"""Maximum total number of pixels in all frames. The limit corresponds to 69 s of 1920x1080 video at
+30 frames per second, which takes about ten seconds to decode on one core.
 """
 
 _MP4_BOXES: Final = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
-"""Types of the box with which an MP4 or QuickTime file can start. Older MOV files have no `ftyp`
-box.
-"""
+"""Box types that an MP4 or QuickTime file can start with. Older MOV files have no `ftyp` box."""
 
 
 def is_clip(source: Any) -> bool:
@@ -59,7 +56,7 @@ _CONTAINERS: Final = (
 )
 """First bytes of Matroska and WebM, FLV, Ogg, MPEG program stream and ASF files."""
 _TS_PACKET, _TS_SYNC = 188, 0x47
-"""Size of an MPEG-TS packet in bytes, and the first byte of each packet."""
+"""MPEG-TS packet size in bytes, and the value of each packet's first byte."""
 
 
 class ClientDisconnectedError(Exception):
@@ -73,23 +70,25 @@ def read_clip(
     param: str,
     has_left: Callable[[], bool] = lambda: False,
 ) -> np.ndarray:
-    """Decode a video file or `data:` URL to frames, limited in frame rate and number.
+    """Decode a video file or `data:` URL into frames, and limit their rate and number.
 
-    The frames are evenly spaced and oriented as in a video player (`as_displayed`). The size and
-    length of the clip are checked before it is decoded, to limit the work.
+    The frames are evenly spaced and oriented as in a video player (`as_displayed`). To limit the
+    work, the clip's size and length are checked before it is decoded.
 
     Args:
         source: Bytes of a file, or a `data:` URL.
         rate: Maximum frame rate of the result in frames per second.
-        most_frames: Maximum number of frames of the result.
+        most_frames: Maximum number of frames in the result.
         param: Name of the request field, for error messages.
-        has_left: Function that returns whether the client has disconnected, called for every frame.
+        has_left: Function that returns whether the client has disconnected. It is called for every
+            frame.
 
     Returns:
-        Frames of the clip, uint8 [T, H, W, 3], T >= 1.
+        The clip's frames, uint8 [T, H, W, 3], T >= 1.
 
     Raises:
-        ApiError: Status 400, because the file is not a video or is too large.
+        ApiError: Status 400 if the file is not a readable video, or if the clip is too long or too
+            large.
         ClientDisconnectedError: `has_left` returned True.
     """
     try:
@@ -107,8 +106,8 @@ def read_clip(
         frames, pixels_left = [], _MAX_PIXELS
         with av.open(io.BytesIO(data), mode="r") as container:
             stream = container.streams.video[0]
-            # Frames may be larger than the file declares, so FFmpeg limits their size, too. Each
-            # clip uses one core.
+            # Frames may be larger than the file declares, so FFmpeg also limits their size. Each
+            # clip is decoded on one core.
             stream.codec_context.options = {"max_pixels": str(_MAX_FRAME_PIXELS)}
             stream.codec_context.thread_count = 1
             for number, frame in enumerate(container.decode(stream)):
@@ -131,11 +130,11 @@ def read_clip(
 
 
 def _measure(data: bytes, param: str, has_left: Callable[[], bool]) -> tuple[int, float]:
-    """Return the number of frames and the length in seconds of a clip, by counting packets without
-    decoding them.
+    """Return a clip's number of frames and its length in seconds. The packets are counted but not
+    decoded.
 
     Raises:
-        ApiError: Status 400, because the clip is empty, too long or too large.
+        ApiError: Status 400 if the clip is empty, too long or too large.
         ClientDisconnectedError: The client has disconnected.
     """
     with av.open(io.BytesIO(data), mode="r") as container:

@@ -21,10 +21,10 @@ class VideoFile:
     """Writes `<stem>.mp4`, `<stem>.webp` and `<stem>.jpg`.
 
     Args:
-        stem: Path of the files without suffix. The name may contain dots.
+        stem: Path of the files, without a suffix. The file name may contain dots.
         fps: Frames per second.
-        num_frames: Number of pixel frames of the whole video, which determines the frames of the
-            sprite sheet.
+        num_frames: Number of pixel frames in the whole video. This number determines which frames
+            the sprite sheet shows.
     """
 
     def __init__(self, stem: Path, fps: float, num_frames: int) -> None:
@@ -53,7 +53,7 @@ class VideoFile:
         return sum(self._path(suffix).stat().st_size for suffix in (".mp4", ".webp", ".jpg"))
 
     def abandon(self) -> None:
-        """Remove the files that have been written so far. Idempotent."""
+        """Remove the files written so far. Idempotent."""
         self._writer.abandon()
         for suffix in (".mp4", ".webp", ".jpg"):
             self._path(suffix).unlink(missing_ok=True)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`VideoJobs`: video jobs of this API server process, from acceptance to a terminal state.
 
-A job is accepted immediately, and then waits for one of `max_running_videos` slots and for capacity
-in the engine. A job either completes and leaves its files in the store, or fails with a reason.
-Jobs continue when the client disconnects. Cancelling or deleting a job aborts its engine request
-before the next denoise step. The workers report the progress of a job. Progress never decreases,
-and it reaches 100 only when the file is complete. This module does not depend on HTTP.
+A job is accepted immediately. It then waits for one of `max_running_videos` slots and for engine
+capacity. A job either completes and leaves its files in the store, or fails with a reason. Jobs
+continue when the client disconnects. Cancelling or deleting a job aborts its engine request before
+the next denoise step. The workers report a job's progress. Progress never decreases, and it reaches
+100 only when the file is complete. This module does not depend on HTTP.
 
-A task queue such as Celery or arq is not used because a job runs in the engine of this process and
-cannot outlive it. A broker would add a process without adding durability.
+A task queue such as Celery or arq is not used because a job runs in this process's engine and
+cannot outlive the process. A broker would add a process without adding durability.
 """
 
 import asyncio
@@ -54,23 +54,22 @@ class _Job:
     record: JobRecord
     """Record of the job, which is also written to the store."""
     plan: VideoPlan
-    """Parameters of the video."""
+    """Video parameters."""
     arrays: dict[str, np.ndarray]
     """Input arrays by name."""
     session_id: str
-    """The engine's id of the job's session."""
+    """The engine's id for the job's session."""
     num_chunks: int
-    """Number of engine requests that the job takes."""
+    """Number of engine requests that the job needs."""
     chunks_done: int = 0
     """Number of engine requests that have finished."""
     ending: Ending | None = None
-    """Action that a client has requested: cancellation or deletion. None: no action was requested.
+    """What a client has requested: cancellation or deletion. None: no client has requested either.
     """
     started_s: float | None = None
-    """Monotonic time in seconds at which the job started. None: the job is still queued."""
+    """Monotonic time in seconds when the job started. None: the job is still queued."""
     task: asyncio.Task[dict[str, str] | None] | None = None
-    """Task that runs the job. The result of the task is the error of the job, or None if the job
-    succeeded.
+    """Task that runs the job. The task's result is the job's error, or None if the job succeeded.
     """
 
 
@@ -98,10 +97,10 @@ class VideoJobs:
         return len(self._jobs) >= self._limits.max_running_videos + self._limits.max_queued_videos
 
     def check_room(self) -> None:
-        """Check whether another job is accepted now.
+        """Check whether this process can accept another job now.
 
         Raises:
-            ApiError: Status 429, because there are too many jobs.
+            ApiError: Status 429 if there are too many jobs.
         """
         if self.is_full:
             endpoint_metrics().request_done(ENDPOINT, "refused", 0.0)
@@ -119,15 +118,15 @@ class VideoJobs:
         """Accept a client's job, and run it in the background.
 
         Args:
-            plan: Parameters of the video.
+            plan: Video parameters.
             arrays: Input arrays: `image` for the first frame, or `video` for the clip to edit.
-            principal: Principal of the client.
+            principal: The client's principal.
 
         Returns:
             Record of the job.
 
         Raises:
-            ApiError: Status 429, because there are too many jobs.
+            ApiError: Status 429 if there are too many jobs.
         """
         self.check_room()
         sampling = plan.sampling
@@ -161,12 +160,12 @@ class VideoJobs:
         """Stop a client's job if it is still running.
 
         Args:
-            media_id: Id of the job.
-            ending: `delete` also removes the job.
-            principal: Principal of the client.
+            media_id: Job id.
+            ending: How to end the job. `delete` also removes it.
+            principal: The client's principal.
 
         Returns:
-            Last record of the job, or None if the client has no job with this id.
+            Latest record of the job, or None if the client has no job with this id.
         """
         record = self.store.read_record(media_id, principal)
         if record is None:
@@ -213,8 +212,8 @@ class VideoJobs:
     def _ended(self, job: _Job, task: "asyncio.Task[dict[str, str] | None]") -> None:
         """Record the outcome of a job when its task has ended.
 
-        This method is a done-callback of the task because a task that is cancelled before its first
-        step never runs its own cleanup.
+        This method is a done-callback because a task cancelled before its first step never runs its
+        own cleanup.
         """
         if not task.cancelled():
             self._finish(job, task.result())
@@ -224,8 +223,8 @@ class VideoJobs:
             self._finish(job, {"code": "server_stopped", "message": "the server has stopped"})
 
     def _finish(self, job: _Job, error: dict[str, str] | None) -> None:
-        """Write the terminal state of a job. This method does not raise, because no caller would
-        handle an exception.
+        """Record the terminal state of a job, or delete the job if a client has requested deletion.
+        This method does not raise, because no caller would handle an exception.
         """
         record = job.record
         record.completed_s = time.time()
@@ -258,7 +257,7 @@ class VideoJobs:
         )
 
     async def _generate(self, job: _Job) -> None:
-        """Run the engine requests of a job and write its files."""
+        """Run a job's engine requests and write its files."""
         log_event(
             "video_job_started", id=job.record.id, waited_s=time.time() - job.record.created_s
         )
@@ -285,7 +284,7 @@ class VideoJobs:
         job.record.inference_time_s = round(time.monotonic() - job.started_s, 3)
 
     async def _frames(self, job: _Job) -> AsyncGenerator[tuple[np.ndarray, float]]:
-        """Yield the frames of the video in order, as pairs `(frames_THWC, fps)`."""
+        """Yield the video's frames in order, as `(frames_THWC, fps)` pairs."""
         plan, arrays = job.plan, job.arrays
         if self._served.world is None:
             params = plan.sampling.params(job.session_id, num_frames=plan.num_frames, fps=plan.fps)
@@ -308,7 +307,7 @@ class VideoJobs:
             await self._close_session(job.session_id)
 
     def _chunks(self, plan: VideoPlan, session_id: str = "-") -> Iterator[DiffusionParams]:
-        """Yield the requests of a world model, one per chunk, until the video is long enough."""
+        """Yield the requests for a world model, one per chunk, until the video is long enough."""
         world = self._served.world
         assert world is not None
         left, latent_start = plan.num_frames, 0
@@ -342,10 +341,10 @@ class VideoJobs:
     async def _request(
         self, job: _Job, params: DiffusionParams, arrays: dict[str, np.ndarray]
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Run one engine request of a job, and wait while the engine has no capacity.
+        """Run one of a job's engine requests, waiting while the engine has no capacity.
 
         Raises:
-            RequestFailed: The request failed.
+            RequestFailed: The request failed, or the model returned no frames.
         """
         sent_s = time.monotonic()
         meta, results = await self._engine.run_when_room(

@@ -99,7 +99,7 @@ class VideoRoutes:
         return _response(await self._jobs.submit(plan, arrays, owner_of(request)))
 
     def _check_names(self, sources: Mapping[str, Any]) -> None:
-        """Raise ApiError (status 400) unless the model takes images with these names."""
+        """Raise ApiError (status 400) if the model does not accept images with these names."""
         world = self._served.world
         try:
             (StreamInfo(actions=ActionSpace()) if world is None else world).check_images(sources)
@@ -178,10 +178,10 @@ class VideoRoutes:
         return _response(record)
 
     async def _known(self, request: Request, video_id: str) -> JobRecord:
-        """Return the job `video_id`, if it belongs to the requesting client.
+        """Return the record of the job `video_id` if the job belongs to the requesting client.
 
         Raises:
-            ApiError: Status 404, because the client has no job with this id.
+            ApiError: Status 404 if the client has no job with this id.
         """
         record = await self._off_loop(self._jobs.store.read_record, video_id, owner_of(request))
         if record is None:
@@ -226,8 +226,8 @@ def _unknown() -> ApiError:
 
 
 def _named_images(body: ParsedBody) -> dict[str, Any]:
-    """Return the named images of a body, each as the bytes of a file or as a `data:` URL. The
-    `images` field is removed from the body's fields.
+    """Return the named images in a request body, each as file bytes or a `data:` URL, and remove
+    the `images` field from the body's fields.
     """
     given = body.fields.pop("images", {})
     if not isinstance(given, dict) or len(given) > MAX_IMAGES:
@@ -253,7 +253,7 @@ def _image_name(key: str) -> str:
 
 
 def _reference(body: ParsedBody) -> Any:
-    """Return the start image or clip of a request, and remove it from the body's fields.
+    """Return a request's start image or clip, and remove it from the body's fields.
 
     Returns:
         Bytes of an uploaded file, a `data:` URL, or None.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code that the realtime endpoints share: the WebSocket of a client, its limits and its timing."""
+"""Code that the realtime endpoints share: a client's WebSocket, its limits and its timing."""

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read and write msgpack messages with NumPy arrays, for clients that are not trusted.
+"""Decode and encode msgpack messages that contain NumPy arrays. Clients are not trusted.
 
-This module supports two encodings of arrays. Map keys in received messages may be bytes or str.
+This module supports two array encodings. Map keys in received messages may be bytes or str.
 
     openpi   {b"__ndarray__": true, b"data": bin, b"dtype": str, b"shape": [...]}
              a scalar has b"__npgeneric__" instead, and no shape
     classic  {b"nd": true, b"type": str, b"kind": b"", b"shape": [...], b"data": bin}
              a scalar has b"nd": false, and no shape
 
-Before memory is allocated for a message, its structure is checked: the nesting depth, the number of
-entries and the sizes of strings are limited, extension types are not allowed, and map keys must be
-str or bytes. Arrays may contain only numbers or booleans, and the size of their data must match
-their shape exactly. No data is unpickled. `decode` raises only `CodecError`;
+Before memory is allocated for a message, its structure is checked. The nesting depth, the number of
+entries and the string sizes are limited. Extension types are not allowed, and map keys must be str
+or bytes. Arrays may contain only numbers or booleans, and an array's data size must match its shape
+exactly. No data is unpickled. `decode` raises only `CodecError`;
 tests/entrypoints/realtime/test_codec.py fuzzes it.
 
-msgpack_numpy and openpi's copy of it are not used because msgpack_numpy unpickles object arrays,
-and both libraries read only one encoding and have no limits.
+msgpack_numpy and openpi's copy of it are not used because msgpack_numpy unpickles object arrays. In
+addition, each library reads only one encoding and has no limits.
 """
 
 import math
@@ -45,8 +45,8 @@ class CodecError(Exception):
 
 
 class TooManyValues(CodecError):
-    """Raised when a message has more than `MAX_NODES` values. Refusing such a message takes as long
-    as checking the largest valid message.
+    """Raised when a message has more than `MAX_NODES` values. Rejecting such a message takes as
+    long as checking the largest valid message.
     """
 
 
@@ -59,17 +59,17 @@ class DecodedMessage(NamedTuple):
     value: Any
     """The decoded message."""
     dialect: MessageDialect | None
-    """Array dialect of the message. None: the message contains no marked array."""
+    """The message's array dialect. None: the message contains no marked array."""
     num_values: int
-    """Number of values in the received message. The cost of decoding depends on this number."""
+    """Number of values in the received message. The decoding cost depends on this number."""
 
 
 # -- reading ---------------------------------------------------------------------------------------
 
 
 def decode(data: bytes) -> DecodedMessage:
-    """Decode one message. Arrays in the message become NumPy arrays that own their data or share it
-    read-only.
+    """Decode one message. Arrays in the message become NumPy arrays that either own their data or
+    are read-only views.
 
     Raises:
         CodecError: The message is malformed or exceeds a limit.
@@ -79,9 +79,9 @@ def decode(data: bytes) -> DecodedMessage:
         value = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise CodecError("not valid msgpack") from None
-    # Every marked array or scalar contains one of these keys: `__ndarray__`, `__npgeneric__`, or
-    # `nd`, which follows its length in the shortest encoding or a longer one. Nearly all control
-    # messages contain none of the keys.
+    # Every marked array or scalar contains one of these keys: `__ndarray__`, `__npgeneric__` or
+    # `nd`. The key `nd` is preceded by its length, in the shortest encoding or a longer one. Nearly
+    # all control messages contain none of the keys.
     is_marked = b"__n" in data or b"\xa2nd" in data or b"\x02nd" in data
     if not is_marked and not has_byte_keys:
         return DecodedMessage(value, None, num_values)
@@ -144,7 +144,7 @@ does not determine it.
 
 
 def _check_structure(data: bytes) -> tuple[int, bool]:
-    """Check the structure of a message without decoding it into objects.
+    """Check a message's structure without decoding the message into objects.
 
     The check takes time linear in the number of values (at most `MAX_NODES`) and constant memory.
 
@@ -152,7 +152,7 @@ def _check_structure(data: bytes) -> tuple[int, bool]:
         `(num_values, has_bin_key)`: the number of values, and whether any map key has type bin.
     """
     size, position, nodes, has_byte_keys = len(data), 0, 0, False
-    left = 1  # remaining values of the innermost open container
+    left = 1  # remaining values in the innermost open container
     is_map = False  # whether that container is a map, in which keys and values alternate
     outer: list[tuple[int, bool]] = []  # `(left, is_map)` of the enclosing containers
     while left or outer:
@@ -267,7 +267,8 @@ def _array(dtype_name: Any, shape: Any, data: Any) -> np.ndarray:
     """Build an array from its parts, in native byte order.
 
     Raises:
-        CodecError: Dtype, shape and data do not match exactly.
+        CodecError: The dtype or the shape is invalid, or dtype, shape and data do not match
+            exactly.
     """
     if isinstance(dtype_name, bytes):
         dtype_name = dtype_name.decode(errors="replace")
@@ -294,7 +295,8 @@ def _array(dtype_name: Any, shape: Any, data: Any) -> np.ndarray:
         except (ValueError, OverflowError):
             raise CodecError("array shape has an absurd dimension") from None
     if dtype.kind == "b":
-        # A message may contain any byte value, but a boolean array must contain only 0 and 1.
+        # A message may contain any byte value, so convert the data: a boolean array must contain
+        # only 0 and 1.
         return np.frombuffer(data, np.uint8).reshape(shape).astype(np.bool_)
     return np.frombuffer(data, dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
 
@@ -306,9 +308,9 @@ def encode(message: Mapping[str, Any], dialect: MessageDialect | None = None) ->
     """Encode a message as msgpack.
 
     Args:
-        message: Map with values of JSON types, bytes, memoryviews, C-contiguous NumPy arrays, and
-            maps and lists of these.
-        dialect: Dialect of the arrays. Default: openpi.
+        message: Map whose values have JSON types or are bytes, memoryviews, C-contiguous NumPy
+            arrays, or maps and lists of these.
+        dialect: Array dialect. Default: openpi.
     """
     return _ENCODERS[dialect or MessageDialect.OPENPI].encode(message)
 

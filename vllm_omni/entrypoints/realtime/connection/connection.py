@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Connection`: one WebSocket of an endpoint, with deadlines and limits.
+"""`Connection`: one of an endpoint's WebSockets, with deadlines and limits.
 
 Every send has a deadline, and receiving has an idle timeout and a rate limit. Messages that cannot
 be decoded are counted. Every connection ends with a close code and a reason. If a peer stops
@@ -33,23 +33,23 @@ ANONYMOUS: Final = "anonymous"
 _DEFAULT_PORTS: Final = {"http": ":80", "https": ":443"}
 
 _STRIKES: Final = 3
-# The kernel buffers this many bytes in addition to the bytes in transit. A larger buffer would only
-# hide a slow peer.
+# The kernel buffers at most this many bytes in addition to the bytes in transit. A larger buffer
+# would only hide a slow peer.
 _UNSENT_BYTES: Final = 64 * 1024
 _STRIKE_WINDOW_S: Final = 10.0
 _VALUES_BURST_S: Final = 2.0
 _LAST_WORDS_S: Final = 1.5
 _FAILING_POLL_S: Final = 0.02
-_AHEAD_MESSAGES: Final = 4096  # 15 s of key events at 200 a second
+_AHEAD_MESSAGES: Final = 4096  # 20 s of key events at 200 per second
 _AHEAD_BYTES: Final = 1024 * 1024
-_REASON_BYTES: Final = 123  # RFC 6455: a control frame has 125 bytes, of which two are the code
+_REASON_BYTES: Final = 123  # RFC 6455: at most 125 bytes in a close frame, two of them the code
 
 
 class Connection:
     """An accepted WebSocket. Only one task may receive messages, but any task may send them.
 
     Args:
-        websocket: WebSocket of the client.
+        websocket: The client's WebSocket.
         limits: Timeouts and rates.
         max_strikes: Number of undecodable messages within 10 s after which the connection is
             closed.
@@ -78,7 +78,7 @@ class Connection:
         itself.
         """
         self.client = client_of(websocket)
-        """Identity of the client for `sessions_per_client` and for quotas."""
+        """The client's identity for `sessions_per_client` and for quotas."""
 
     async def accept(self, subprotocol: str | None) -> None:
         await self._websocket.accept(subprotocol=subprotocol)
@@ -96,25 +96,25 @@ class Connection:
                 raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
     async def receive(self, busy: Callable[[], bool]) -> bytes | str:
-        """Return the next message.
+        """Return the next message from the client.
 
         Args:
-            busy: Function that returns whether requests of the client are running. While requests
-                are running, the idle timeout does not apply.
+            busy: Function that returns whether any of the client's requests are running. While
+                requests are running, the idle timeout does not apply.
 
         Raises:
             ClientDisconnected: The client disconnected.
-            EndpointError: The connection was idle or exceeded a rate limit. The error has a close
-            code.
+            EndpointError: The connection was idle for too long or exceeded a rate limit. The error
+                has a close code.
         """
         return self._ahead.popleft() if self._ahead else await self._receive(busy)
 
     async def read_ahead(self) -> None:
         """Receive messages into a buffer for `receive`. Reading ahead detects a disconnect while a
-        request waits.
+        request is waiting.
 
         The call runs until it is cancelled and raises the same errors as `receive`. After
-        `_AHEAD_MESSAGES` messages or `_AHEAD_BYTES` bytes, reading stops, and further messages stay
+        `_AHEAD_MESSAGES` messages or `_AHEAD_BYTES` bytes, reading stops, and later messages stay
         in the network buffers.
         """
         num_bytes = 0
@@ -156,7 +156,7 @@ class Connection:
 
         Args:
             error: Error to raise, with a close code.
-            patience_s: Time in seconds that requests in flight have to fail on their own. If no
+            patience_s: Time in seconds within which requests in flight may fail on their own. If no
                 request is in flight, the error is raised immediately.
         """
         self._failure, self._fail_by_s = error, time.monotonic() + patience_s
@@ -175,8 +175,8 @@ class Connection:
         self._arrivals.append(now)
 
     def count_values(self, num_values: int) -> None:
-        """Count the values of a message towards the rate limit, because they determine the cost of
-        decoding it.
+        """Count a message's values towards the rate limit, because their number determines the
+        decoding cost.
 
         Raises:
             EndpointError: The rate limit is exceeded. The error has a close code.
@@ -192,14 +192,14 @@ class Connection:
     def undecodable(self, error: CodecError) -> EndpointError:
         """Return the error to send after a message that cannot be decoded.
 
-        The error has a close code if the client has sent too many undecodable messages, or if this
-        message contains too many values.
+        If the client has sent too many undecodable messages, or if this message contains too many
+        values, the error has a close code.
         """
         close = WebSocketCloseCode.POLICY if isinstance(error, TooManyValues) else None
         return self.strike(EndpointError("invalid_msgpack", str(error), close=close))
 
     def strike(self, error: EndpointError) -> EndpointError:
-        """Count an invalid message. If there are too many within 10 s, a close code is added to the
+        """Count an invalid message. If there are too many within 10 s, add a close code to the
         error.
         """
         now = time.monotonic()
@@ -215,7 +215,7 @@ class Connection:
     async def send(self, *messages: Message) -> None:
         """Send messages without interleaving them with messages that other tasks send.
 
-        If the call is cancelled, either all of the messages are sent or none. If the peer reads too
+        If the call is cancelled, either all or none of the messages are sent. If the peer reads too
         slowly, the connection is closed with 4008.
 
         Raises:
@@ -282,8 +282,8 @@ class Connection:
         self.cut()
 
     async def close(self, code: WebSocketCloseCode, reason: str) -> None:
-        """Close the connection with a code and a reason. Closing takes at most the send deadline.
-        Idempotent.
+        """Close the connection with a code and a reason. Closing takes no longer than the send
+        deadline. Idempotent.
         """
         if self._closed or self._websocket.application_state is not WebSocketState.CONNECTED:
             return
@@ -313,9 +313,9 @@ class Connection:
 
 
 def transport_of(connection: HTTPConnection) -> asyncio.Transport | None:
-    """Return uvicorn's transport of a connection.
+    """Return uvicorn's transport for a connection.
 
-    Returns None if the server is not uvicorn or the connection uses a Unix socket.
+    Return None if the server is not uvicorn or the connection uses a Unix socket.
     """
     server = getattr(connection.app.state, "server", None)
     if server is None or connection.client is None:
@@ -329,7 +329,7 @@ def transport_of(connection: HTTPConnection) -> asyncio.Transport | None:
 
 
 def principal_of(connection: HTTPConnection) -> str:
-    """Return a digest of the bearer token of a request. vLLM's middleware has already verified the
+    """Return a digest of a request's bearer token. vLLM's middleware has already verified the
     token.
     """
     scheme, _, token = connection.headers.get("authorization", "").partition(" ")
@@ -339,7 +339,7 @@ def principal_of(connection: HTTPConnection) -> str:
 
 
 def client_of(connection: HTTPConnection) -> str:
-    """Return the identity to which limits apply: the digest of the API key, or the client's address
+    """Return the identity that limits apply to: the digest of the API key, or the client's address
     if there is no key.
     """
     address = connection.client.host if connection.client is not None else "local"
@@ -351,8 +351,8 @@ def origin_allowed(headers: Headers, allowed: Collection[str]) -> bool:
     """Return whether the page that sent a request may use this server, based on the `Origin` and
     `Host` headers.
 
-    Clients other than browsers send no `Origin` and are always allowed, because the check protects
-    users of browsers.
+    Non-browser clients send no `Origin` and are always allowed, because the check protects browser
+    users.
 
     Args:
         headers: Headers of an HTTP request or a WebSocket handshake.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`DeliveryWindow`: detects clients that receive video more slowly than it plays.
 
-A client is allowed to be slow for a moment, and the send deadline handles clients that never read.
-This class detects clients that keep reading, but too slowly, because such clients would occupy a
-session and the engine permanently.
+A client may be slow for a moment. The send deadline disconnects clients that never read. This class
+detects clients that keep reading but too slowly, because such clients would occupy a session and
+the engine permanently.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ _PAUSE: Final = 0.1
 """Fraction of the timeout after which earlier lateness is ignored if the client has not been late
 again.
 
-Clients read a socket's buffer in bursts, and the server's queue is empty for a moment after each
+Clients read a socket's buffer in bursts, so the server's queue is empty for a moment after each
 burst.
 """
 
 
 class DeliveryWindow:
-    """Measures how fast one client reads the replies of a run.
+    """Measures how fast one client reads a run's replies.
 
     A client is late if, each time it has received a reply, a later chunk is already waiting. A late
     client is not necessarily too slow, because the model may be faster than real time. A late
@@ -36,8 +36,7 @@ class DeliveryWindow:
     receives no data between two chunks.
 
     Args:
-        timeout_s: Time in seconds for which a client may be late without interruption. 0: the time
-            is not limited.
+        timeout_s: Maximum time in seconds that a client may be continuously late. 0: no limit.
         fps: Playback rate in frames per second.
     """
 
@@ -61,7 +60,7 @@ class DeliveryWindow:
                 it after the delivery.
 
         Raises:
-            EndpointError: `slow_reader`, because the client is too slow.
+            EndpointError: `slow_reader` if the client is too slow.
         """
         if self._timeout_s == 0:
             await delivery
@@ -89,7 +88,7 @@ class DeliveryWindow:
         """Record that the server delays a reply to pace the stream. The client then does not count
         as late.
 
-        During such a delay, the next chunk waits for its playing time and not for the client.
+        During such a delay, the next chunk waits for its playing time rather than for the client.
         """
         self._late_since_s = None
 
@@ -108,7 +107,7 @@ class DeliveryWindow:
             ) from None
 
     def _too_slow_at_s(self, late_since_s: float) -> float:
-        """Return the monotonic time in seconds at which a client becomes too slow if it receives no
+        """Return the monotonic time in seconds when a client becomes too slow if it receives no
         more frames.
         """
         at_s = late_since_s + self._window_s

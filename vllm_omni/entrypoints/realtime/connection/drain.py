@@ -5,7 +5,7 @@ If `move_away` is set, sessions are first moved to other servers, and each sessi
 until it is moved. The remaining sessions are then drained. While the server drains, no new chunk
 starts, and chunks in flight are finished, rendered and delivered. Every incomplete request then
 ends with `draining` (close code 1013). If `save_to` is set, each session is saved exactly once. A
-session with a running request is saved at the end of its run because closing a live connection
+session that has a running request is saved at the end of its run because closing a live connection
 frees the session. All other sessions are saved while they are idle. This module does not depend on
 signals or on the engine.
 """
@@ -30,7 +30,7 @@ class DrainableSession(Protocol):
     """The part of a session's interface that draining uses."""
 
     engine_id: str
-    """The engine's id of the session."""
+    """The engine's id for the session."""
     started: bool
     """Whether the session has a finished chunk."""
     delivery_log: DeliveryLog
@@ -74,7 +74,7 @@ class SessionDrain(Generic[S]):
         self.move_away: Callable[[], Awaitable[None]] | None = None
         self.is_draining = False
         self.is_leaving = False
-        """Whether sessions are being moved away, in which case no new session may start."""
+        """Whether sessions are being moved away. If so, no new session may start."""
         self._started = asyncio.Event()
         self._saved: set[str] = set()
         self._saving: set[asyncio.Task[None]] = set()
@@ -83,7 +83,7 @@ class SessionDrain(Generic[S]):
         """Check whether a new session may start.
 
         Raises:
-            EndpointError: `draining`, because no new session may start.
+            EndpointError: `draining` if no new session may start.
         """
         self.check(is_refused=self.is_leaving or self.is_draining)
 
@@ -91,12 +91,11 @@ class SessionDrain(Generic[S]):
         """Check whether a session may start new work.
 
         Args:
-            is_refused: Whether new work is refused. Default: it is refused if the server is
-                draining.
-            details: Additional fields of the error message.
+            is_refused: Whether new work is refused. Default: whether the server is draining.
+            details: Additional fields for the error message.
 
         Raises:
-            EndpointError: `draining`, because new work is refused.
+            EndpointError: `draining` if new work is refused.
         """
         if self.is_draining if is_refused is None else is_refused:
             raise EndpointError(
@@ -107,7 +106,7 @@ class SessionDrain(Generic[S]):
             )
 
     async def unless_draining(self, *waiting: Coroutine[Any, Any, Any]) -> None:
-        """Await coroutines until one of them finishes or draining starts."""
+        """Await coroutines until one of them finishes or draining starts, and cancel the rest."""
         tasks = [asyncio.ensure_future(one) for one in (*waiting, self._started.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -116,8 +115,8 @@ class SessionDrain(Generic[S]):
                 task.cancel()
 
     async def save(self, session: S) -> None:
-        """Save a session, unless it has already been saved or `save_to` is not set. A failure is
-        logged and not raised.
+        """If `save_to` is set, save a session that has started and has not been saved yet. A
+        failure is logged rather than raised.
         """
         if self.save_to is None or session.engine_id in self._saved or not session.started:
             return
@@ -139,8 +138,8 @@ class SessionDrain(Generic[S]):
         """Drain the server: refuse new work, move sessions away, and finish and save the remaining
         sessions.
 
-        The call returns only when all connections are closed, because the task of each connection
-        closes it with 1013 after `draining`, whereas the server's shutdown would close it with
+        The call returns only when all connections are closed, so that each connection's own task
+        closes the connection with 1013 after `draining`. The server's shutdown would close it with
         1012.
         """
         manager.guard.is_draining = True
@@ -161,7 +160,7 @@ class SessionDrain(Generic[S]):
 
 
 def _works(session: DrainableSession) -> bool:
-    """Return whether a request of the session is running or a client is still receiving its
-    replies.
+    """Return whether any of the session's requests is running, or a client is still receiving the
+    session's replies.
     """
     return session.is_busy or any(run.has_follower for run in session.delivery_log.runs.values())

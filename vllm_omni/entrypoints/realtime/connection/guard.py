@@ -2,8 +2,8 @@
 """`ConnectionGuard`: admits clients to the realtime endpoints before the WebSocket upgrade.
 
 Requests from browser pages with other origins are refused with 403. A connection that exceeds the
-limit is refused with 503. All endpoints of one API server process share the limit. vLLM's own
-middleware has already checked the API key of a request before it reaches this guard.
+limit is refused with 503. All endpoints of one API server process share the limit. Before a request
+reaches this guard, vLLM's own middleware has already checked the request's API key.
 """
 
 import logging
@@ -24,9 +24,9 @@ class ConnectionGuard:
     """Admits connections to the realtime endpoints of one API server process.
 
     Args:
-        limits: Maximum number of connections.
-        origins: Origins (`scheme://host[:port]`) from which browsers may connect, in addition to
-            the server's own. "null" stands for local files and "*" for any origin.
+        limits: Limits. The guard applies only `max_connections`.
+        origins: Origins (`scheme://host[:port]`) that browsers may connect from, in addition to the
+            server's own origin. "null" stands for local files and "*" for any origin.
     """
 
     def __init__(self, limits: EndpointLimits, origins: Iterable[str] = ()) -> None:
@@ -59,7 +59,7 @@ class ConnectionGuard:
             self.num_connections -= 1
 
     def refusal(self, connection: HTTPConnection) -> Response | None:
-        """Return None if a client is admitted, or else the error response to send."""
+        """Return the error response to send, or None if the client is admitted."""
         if not origin_allowed(connection.headers, self._origins):
             logger.info(
                 "origin_refused origin=%.200r; pages of other origins may connect when "

@@ -31,18 +31,19 @@ def load_image(source: Any, height: int, width: int, limits: EndpointLimits) -> 
     """Return an image as a new uint8 RGB array `[height, width, 3]`.
 
     Loading an image takes about 10 ms, so call this function on a worker thread. The image is
-    stretched (bicubic) to the requested size and not cropped, because intrinsics are scaled by
+    stretched (bicubic) to the requested size rather than cropped, because intrinsics are scaled by
     width and height.
 
     Args:
         source: File as bytes, `data:image/...;base64,` text, or a uint8 array `[H, W, 3 or 4]`.
             Transparent areas become white. If the file is an animation, its first frame is used.
-        height: Height of the result in pixels.
-        width: Width of the result in pixels.
-        limits: Limits on the size of the image.
+        height: Result height in pixels.
+        width: Result width in pixels.
+        limits: Limits on image size.
 
     Raises:
-        EndpointError: `invalid_image` or `image_too_large`.
+        EndpointError: `invalid_image` if the image cannot be decoded, or `image_too_large` if it
+            exceeds a limit.
     """
     image = read_image(source, limits)
     if image.size != (width, height):
@@ -51,18 +52,18 @@ def load_image(source: Any, height: int, width: int, limits: EndpointLimits) -> 
 
 
 def load_named_images(sources: Mapping[str, Any], limits: EndpointLimits) -> dict[str, np.ndarray]:
-    """Return named images as input tensors of a request, uint8 RGB `[H, W, 3]`, in their original
-    sizes.
+    """Return named images at their original sizes, as uint8 RGB arrays `[H, W, 3]` for a request's
+    input tensors.
 
     Loading takes about 10 ms per image, so call this function on a worker thread.
 
     Args:
         sources: Images by name, each in a form that `load_image` accepts.
-        limits: Limits on the size of each image and on the total number of bytes.
+        limits: Limits on each image's size and on the total number of bytes.
 
     Raises:
-        EndpointError: `invalid_image` or `image_too_large`. The `param` of the error names the
-            image.
+        EndpointError: `invalid_image` if an image cannot be decoded, or `image_too_large` if a
+            limit is exceeded. The error's `param` names the image.
     """
     _check_bytes(sum(len(x) for x in sources.values() if isinstance(x, bytes | str)), limits)
     loaded = {}
@@ -76,8 +77,9 @@ def load_named_images(sources: Mapping[str, Any], limits: EndpointLimits) -> dic
 
 
 def read_image(source: Any, limits: EndpointLimits) -> Image.Image:
-    """Return the image in its original size. Arguments and errors are the same as for
-    `load_image`."""
+    """Return the image at its original size. Arguments and errors are the same as for
+    `load_image`.
+    """
     if isinstance(source, str):
         source = _data_url(source, limits)
     return (
@@ -120,7 +122,7 @@ def _from_file(data: Any, limits: EndpointLimits) -> Image.Image:
         raise EndpointError(
             "image_too_large", "the image has far too many pixels", param="image"
         ) from None
-    # Pillow's parsers raise a dozen exception types, and their messages contain addresses and file
+    # Pillow's parsers raise a dozen exception types, with messages that contain addresses and file
     # names.
     except Exception:
         name = format_name(data)
@@ -159,8 +161,8 @@ _SIGNATURES: Final = (
 
 
 def format_name(data: bytes) -> str | None:
-    """Return the name of the image format that the first bytes of a file indicate, or None if the
-    format is unknown.
+    """Return the name of the image format that a file's first bytes indicate, or None if the format
+    is unknown.
     """
     return next(
         (name for at, magic, name in _SIGNATURES if data[at : at + len(magic)] == magic), None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EndpointLimits`: limits of the realtime endpoints, read once from environment variables.
+"""`EndpointLimits`: limits for the realtime endpoints, read once from environment variables.
 
 Each field is set by the environment variable `VLLM_OMNI_` followed by the field's name in upper
 case, for example `VLLM_OMNI_IDLE_TIMEOUT_S=60` (`engine/environment.py`).
@@ -21,11 +21,12 @@ SecondsOrNever = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 
 
 class EndpointLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of one API server process."""
+    """Limits for one API server process."""
 
     idle_timeout_s: Seconds = 300.0
-    """Time in seconds after which a connection that has neither sent messages nor has running
-    requests is closed with 4010. Default: 300.
+    """Time in seconds after which an idle connection is closed with 4010. A connection is idle
+    while its client sends no messages and none of the connection's requests is running. Default:
+    300.
     """
     pinged_session_idle_s: Seconds = 3600.0
     """Idle time in seconds after which a session is closed even if its client sends pings. The
@@ -37,16 +38,14 @@ class EndpointLimits(msgspec.Struct, frozen=True, kw_only=True):
     is closed with 4008. Default: 3.
     """
     slow_reader_timeout_s: SecondsOrNever = 7.0
-    """Time in seconds for which a client may receive video more slowly than it plays while more
+    """Maximum time in seconds that a client may receive video more slowly than it plays while more
     video is waiting. After this time, the connection is closed with 4008. 0 disables the limit.
     Network buffers hide the first seconds of slow reading. Default: 7.
     """
     chunk_timeout_s: Seconds = 300.0
-    """Time in seconds after which a chunk that is not finished is aborted with `timeout`. Default:
-    300.
-    """
+    """Time in seconds after which an unfinished chunk is aborted with `timeout`. Default: 300."""
     max_connections: Count = 256
-    """Maximum number of open WebSockets over all endpoints. Further connections are refused with
+    """Maximum number of open WebSockets across all endpoints. Further connections are refused with
     HTTP 503. Default: 256.
     """
     max_requests_per_connection: Count = 8
@@ -64,8 +63,8 @@ class EndpointLimits(msgspec.Struct, frozen=True, kw_only=True):
     `max_messages_per_s`. Default: 400.
     """
     max_values_per_s: Count = 32_768
-    """Maximum average number of values (numbers, strings, list entries, keys) per second in the
-    msgpack messages of one connection. Bursts of two seconds' worth are allowed. A connection that
+    """Maximum average number of values (numbers, strings, list entries, keys) per second in one
+    connection's msgpack messages. Bursts of two seconds' worth are allowed. A connection that
     exceeds the limit is closed with 1008. A NumPy array counts as about ten values. Default: 32768.
     """
     max_frames_per_request: Count = 9 + 12 * 40
@@ -75,14 +74,14 @@ class EndpointLimits(msgspec.Struct, frozen=True, kw_only=True):
     MiB.
     """
     max_image_pixels: Bytes = 16 * MIB
-    """Maximum number of pixels of a start image. The number is checked before decoding. Default: 16
+    """Maximum number of pixels in a start image. The number is checked before decoding. Default: 16
     Mi.
     """
     max_prompt_chars: Count = 8192
-    """Maximum number of characters of a prompt. Default: 8192."""
+    """Maximum number of characters in a prompt. Default: 8192."""
     chunks_in_flight: Count = 2
-    """Maximum number of chunks of one session that are in the engine. With the value 2, the engine
-    does not idle between chunks. If `omni.chunks_in_flight` exceeds 1, the limit is at least
+    """Maximum number of one session's chunks in the engine at the same time. A value of 2 keeps the
+    engine from idling between chunks. If `omni.chunks_in_flight` exceeds 1, the limit is at least
     `omni.chunks_in_flight` + 1. Default: 2.
     """
     unsent_chunks: Count = 2
@@ -107,8 +106,8 @@ class EndpointLimits(msgspec.Struct, frozen=True, kw_only=True):
     Default: 10.
     """
     slot_wait_s: Seconds = 15.0
-    """Time in seconds for which a new stream waits for a free session if all sessions are in use.
-    Default: 15.
+    """Maximum time in seconds that a new stream waits for a free session if all sessions are in
+    use. Default: 15.
     """
 
     gpu_encoders: bool = False

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handlers of realtime connections: `ConnectionHandler`, and `LiveClient` for one live stream.
+"""Handlers for realtime connections: `ConnectionHandler`, and `LiveClient` for one live stream.
 
-The main task of a connection receives messages, so it detects a disconnect immediately. A second
-task delivers chunks. When either task ends, the other is cancelled. When the client disconnects,
-the chunk in flight is aborted and the session is closed.
+A connection's main task receives messages, so it detects a disconnect immediately. In a
+`LiveClient`, a second task delivers chunks, and when either task ends, so does the other. When its
+client disconnects, a `LiveClient` aborts the chunk in flight and closes the session. The handlers
+of the camera and spectator endpoints derive directly from `ConnectionHandler`: the camera handler
+runs one task per request and retains its sessions, and the spectator handler does not own its
+session.
 """
 
 import asyncio
@@ -29,13 +32,14 @@ from vllm_omni.runtime import log_context
 logger = logging.getLogger("vllm." + __name__)
 
 UNSENT_CHUNKS: Final = 1
-"""Maximum number of finished chunks that wait for the client while the next one is generated.
+"""Maximum number of finished chunks that wait for the client while the next chunk is being
+generated.
 
 A larger number would delay the effect of a client's controls.
 """
 
-# Clients of these protocols expect a reply to each invalid message, so the limit is high, but it
-# still stops floods.
+# Clients of these protocols expect a reply to each invalid message. The limit is therefore high,
+# but it still stops floods.
 _MAX_STRIKES: Final = 100
 _SLOT_POLL_S: Final = 0.1
 _MAX_TEXT_FRAMES: Final = 3
@@ -49,10 +53,10 @@ class ConnectionHandler(ABC):
     """
 
     endpoint: str
-    """Name of the endpoint in log lines and metrics."""
+    """Endpoint name in log lines and metrics."""
     subprotocol = "omni.v1"
-    """Subprotocol that is selected if the client offers it. Browsers require the server to select
-    an offered subprotocol.
+    """Subprotocol that the server selects if the client offers it. Browsers require the server to
+    select an offered subprotocol.
     """
 
     def __init__(
@@ -64,7 +68,7 @@ class ConnectionHandler(ABC):
             manager: Sessions of this process.
             websocket: WebSocket that has not been accepted yet.
             max_strikes: Number of malformed messages after which the connection is closed. Default:
-                the default of `Connection`.
+                `Connection`'s default.
         """
         self.manager, self.limits, self.info = manager, manager.limits, manager.info
         strikes = () if max_strikes is None else (max_strikes,)
@@ -108,9 +112,9 @@ class ConnectionHandler(ABC):
         """Whether the client continues its sessions on another server when instructed to."""
         return False
 
-    async def session_moved(self, session: Session) -> None:  # noqa: B027  (the end of a stream does)
-        """Notify the client of the server on which a session continues, unless the last reply to
-        the session's request already names this server.
+    async def session_moved(self, session: Session) -> None:  # noqa: B027  (by default, only the last reply names the server)
+        """Tell the client which server a session has moved to, unless the last reply to the
+        session's request already names that server.
         """
 
     def _log_end(self, seconds: float) -> None:
@@ -123,10 +127,10 @@ class ConnectionHandler(ABC):
         """Wait for the first message that a client must send, and return it.
 
         Args:
-            missing: Text of the error if the message does not arrive.
+            missing: Error text to use if the message does not arrive.
 
         Raises:
-            EndpointError: `timeout`, because no message has arrived within `start_timeout_s`.
+            EndpointError: `timeout` if no message arrives within `start_timeout_s`.
         """
         try:
             async with asyncio.timeout(self.limits.start_timeout_s):
@@ -135,7 +139,7 @@ class ConnectionHandler(ABC):
             raise EndpointError("timeout", missing, close=WebSocketCloseCode.POLICY) from None
 
     async def end_with(self, error: EndpointError) -> None:
-        """Send an error, and close the connection with the close code and reason of that error."""
+        """Send an error, and close the connection with that error's close code and reason."""
         self._end = f"{error.code}: {error.message}"
         if error.close is WebSocketCloseCode.SLOW_CONSUMER:
             self.connection.cut_soon()
@@ -166,9 +170,7 @@ class ConnectionHandler(ABC):
 
     @abstractmethod
     async def stop(self) -> None:
-        """Cancel the work for this client. This method is called once, at the end of the
-        connection.
-        """
+        """Cancel the work for this client. This method is called once, when the connection ends."""
 
 
 class LiveClient(ConnectionHandler):
@@ -184,11 +186,11 @@ class LiveClient(ConnectionHandler):
         self._window: DeliveryWindow | None = None
 
     async def wait_for_media_time(self, num_frames: int, skip: bool) -> float:
-        """Wait until a chunk is due for playback, if the client has requested pacing. Return the
+        """If the client has requested pacing, wait until a chunk is due for playback. Return the
         waiting time in milliseconds.
 
         Args:
-            num_frames: Frames of the chunk.
+            num_frames: Number of frames in the chunk.
             skip: Whether to send this chunk without waiting.
         """
         waited_ms = 0.0 if self.clock is None else await self.clock.wait(num_frames, skip)
@@ -228,8 +230,8 @@ class LiveClient(ConnectionHandler):
         limit or the server is draining.
 
         Raises:
-            EndpointError: `capacity`, `session_limit`, `quota_exceeded` or `draining`. Each refused
-                session is counted once in the metrics.
+            EndpointError: The session is refused, for the same reasons as in `SessionManager.open`.
+                Each refused session is counted once in the metrics.
             ClientDisconnected: The client disconnected while waiting.
         """
         key = (self.connection.principal, session_id or new_session_id(self.manager.server_name))
@@ -263,15 +265,16 @@ class LiveClient(ConnectionHandler):
         """Continue a session that was moved to this server together with its live stream.
 
         Args:
-            session_id: Id of the session.
+            session_id: Session id.
             kind: Class of the stream's controls.
 
         Returns:
             `(session, controls)`: the session and the controls of its stream.
 
         Raises:
-            EndpointError: `moved`, `session_evicted`, or `invalid_request` if the session was
-                started by another endpoint.
+            EndpointError: `moved` if the session continues on another server, `session_evicted` if
+                no stream of the session is waiting here, or `invalid_request` if another endpoint
+                started the session.
         """
         key = (self.connection.principal, session_id)
         log_context.bind(session_id=session_id)
@@ -293,7 +296,7 @@ class LiveClient(ConnectionHandler):
 
     @contextlib.asynccontextmanager
     async def steering(self) -> AsyncIterator[bool]:
-        """Hold the session's steering lock, so that an input takes effect either entirely before or
+        """Hold the session's steering lock, so an input takes effect either entirely before or
         entirely after a move.
 
         Yields:
@@ -306,7 +309,7 @@ class LiveClient(ConnectionHandler):
             yield session.destination is None
 
     def start_job(self, job: SessionJob) -> None:
-        """Start to generate and deliver the chunks of a job. `open_session` must already have been
+        """Start generating and delivering a job's chunks. `open_session` must already have been
         called.
         """
         assert self.session is not None
@@ -338,7 +341,7 @@ class LiveClient(ConnectionHandler):
         """Cancel the stream and free the session. Idempotent."""
         session, self.session = self.session, None
         if session is not None:
-            session.cancel()  # Cancel first, so that the engine stops the chunk early.
+            session.cancel()  # Cancel first, so the engine stops the chunk early.
         if self._stream is not None:
             self._stream.cancel()
             await asyncio.wait([self._stream])
@@ -361,7 +364,7 @@ class RealtimeEndpoint:
 
         Args:
             manager: Session manager of this process, whose guard admits connections.
-            handler: Function that creates the handler of one connection.
+            handler: Function that creates the handler for one connection.
         """
         self._manager, self._handler = manager, handler
 
@@ -370,15 +373,15 @@ class RealtimeEndpoint:
         async with self._manager.guard.admit(websocket) as admitted:
             if admitted:
                 # The handler runs in its own task because each message resumes every coroutine on
-                # the stack of the waiting task, and the stack of the current task contains more
-                # than a dozen layers of middleware.
+                # the waiting task's stack. The current task's stack contains more than a dozen
+                # layers of middleware.
                 handler = self._handler(self._manager, websocket)
                 await asyncio.create_task(handler.serve_connection())
 
 
 class TextFrames:
-    """Counts messages that are text instead of binary or vice versa. The third such message ends
-    the connection.
+    """Counts messages of the wrong type: text instead of binary, or vice versa. The third such
+    message ends the connection.
     """
 
     def __init__(self) -> None:
@@ -394,22 +397,22 @@ class TextFrames:
 
 
 class MediaClock:
-    """Paces the chunks of a stream by their playing time."""
+    """Paces a stream's chunks by their playing time."""
 
     def __init__(self, fps: float) -> None:
         self._fps = fps
         self._next_s = 0.0
 
     async def wait(self, num_frames: int, skip: bool) -> float:
-        """Sleep until the previous chunk has played.
+        """Sleep until the previous chunk has finished playing.
 
         Args:
-            num_frames: Number of frames of this chunk.
+            num_frames: Number of frames in this chunk.
             skip: Whether to send this chunk without waiting because it responds to the client's
                 input.
 
         Returns:
-            Time in milliseconds for which the call slept.
+            Time in milliseconds that the call slept.
         """
         now_s = time.monotonic()
         if skip:
@@ -428,7 +431,7 @@ class ChunkThrottle:
 
     def __init__(self) -> None:
         self.credit: int | None = None
-        """Number of chunks that may still start. None: the number is not limited."""
+        """Number of chunks that may still start. None: no limit."""
         self.paused = False
         self._changed = asyncio.Event()
 

@@ -5,27 +5,27 @@ from typing import NamedTuple
 
 
 class PlayDeadline(NamedTuple):
-    """Deadline of a chunk, relative to the current time."""
+    """A chunk's deadline, relative to the current time."""
 
     in_s: float
     """Time in seconds until the deadline."""
     period_s: float
-    """Playing time of the chunk in seconds."""
+    """The chunk's playing time in seconds."""
 
 
 class PlayClock:
-    """Computes the deadlines of one stream.
+    """Computes one stream's deadlines.
 
-    The deadline of a chunk is the deadline of the previous chunk plus the chunk's own playing time.
-    If the stream is late or was paused, the next deadline is computed from the current time, so
-    delays do not accumulate.
+    A chunk's deadline is the previous chunk's deadline plus the chunk's own playing time. If the
+    stream is late or was paused, the next deadline is computed from the current time, so delays do
+    not accumulate.
     """
 
     def __init__(self) -> None:
         self._deadline_s = 0.0
 
     def schedule_chunk(self, num_frames: int, fps: float, now_s: float) -> PlayDeadline:
-        """Return the deadline of a chunk that is requested now.
+        """Return the deadline for a chunk that is being requested now.
 
         Args:
             num_frames: Number of pixel frames in the chunk.

@@ -24,14 +24,14 @@ from vllm_omni.outputs import RequestFailed
 from vllm_omni.session_files.snapshot import SnapshotHeader
 
 WORLD_POSES: Final = "world_poses"
-"""Key under which a chunk's metadata and replies contain the world poses."""
+"""Key of the world poses in a chunk's metadata and replies."""
 
 
 class ChunkResult(msgspec.Struct, frozen=True):
     """A chunk that the engine has generated."""
 
     meta: dict[str, Any]
-    """Metadata of the engine's result."""
+    """Metadata from the engine's result."""
     frames_THWC: np.ndarray
     """Frames, uint8 RGB, as a view of the engine's result. The array contains no pixels if only
     latents were requested.
@@ -39,16 +39,16 @@ class ChunkResult(msgspec.Struct, frozen=True):
     wall_ms: float
     """Time from the request to its result in milliseconds."""
     trace: ChunkTrace = NO_CHUNK
-    """Trace to which the spans of the chunk belong."""
+    """Trace that the chunk's spans belong to."""
     arrays: Mapping[str, np.ndarray] = MappingProxyType({})
     """All arrays of the engine's result by name, for example `frames` and `latents`."""
 
     @property
     def world_pose_fields(self) -> dict[str, Any]:
-        """Return the reply field `world_poses`, which contains one pose per latent frame.
+        """Return the `world_poses` reply field, which contains one pose per latent frame.
 
-        A pose is [x_m, z_m, heading_degrees, pitch_degrees]. The result is an empty dict if the
-        world pose of the camera is unknown.
+        A pose is [x_m, z_m, heading_degrees, pitch_degrees]. If the camera's world pose is unknown,
+        the method returns an empty dict.
         """
         poses = self.meta.get(WORLD_POSES)
         return {} if poses is None else {WORLD_POSES: poses}
@@ -74,7 +74,7 @@ class SessionEngine:
         """Generate one chunk. Cancelling the call aborts the chunk at its next denoise step.
 
         Args:
-            params: Parameters of the request.
+            params: Request parameters.
             arrays: Input arrays by name.
             trace: Trace to attach to the result.
 
@@ -104,14 +104,14 @@ class SessionEngine:
         return ChunkResult(meta, frames_THWC, wall_ms, trace, results)
 
     async def close_session(self, session_id: str) -> None:
-        """Free the state of a session. An unknown id is ignored."""
+        """Free a session's state. An unknown id is ignored."""
         if self._recorder is not None:
             self._recorder.closed(session_id)
         with _endpoint_errors():
             await self._engine.close_session(session_id)
 
     async def fork_session(self, session_id: str, fork_to: str) -> None:
-        """Copy the committed state of a session to a new session id.
+        """Copy a session's committed state to a new session id.
 
         Raises:
             EndpointError: The engine refused the copy.
@@ -140,8 +140,8 @@ class SessionEngine:
         """Write a session to a new file without pausing the engine.
 
         Returns:
-            `(header, seconds)`: the header of the snapshot, and the time in seconds that the engine
-            spent on it.
+            `(header, seconds)`: the snapshot header, and the time in seconds that the engine spent
+            on the snapshot.
 
         Raises:
             EndpointError: The session could not be written.
@@ -152,8 +152,8 @@ class SessionEngine:
     async def copy_session(
         self, session_id: str, path: Path, owner: Mapping[str, str] | None, *, is_playing: bool
     ) -> tuple[SnapshotHeader, int]:
-        """Write or update the snapshot file of a session that is about to be moved, like
-        `OmniEngine.copy_session`.
+        """Write or update the snapshot file of a session that is about to be moved (see
+        `OmniEngine.copy_session`).
 
         Raises:
             EndpointError: The session could not be written.
@@ -177,7 +177,7 @@ class SessionEngine:
         """Update a restored session from a later version of its snapshot file.
 
         Returns:
-            `(header, scalars)`: the header and the scalar values of the snapshot.
+            `(header, scalars)`: the snapshot's header and scalar values.
 
         Raises:
             EndpointError: The session could not be updated and has been closed.
@@ -191,7 +191,7 @@ class SessionEngine:
         """Restore a session from a snapshot file.
 
         Returns:
-            `(header, scalars)`: the header and the scalar values of the snapshot.
+            `(header, scalars)`: the snapshot's header and scalar values.
 
         Raises:
             EndpointError: The session could not be restored.

@@ -2,7 +2,7 @@
 """`StreamInfo`: stream metadata of the served model, which makes endpoints independent of the
 model.
 
-A model family sets the values that differ from the defaults in `ModelFamily.stream_info`. Frame
+In `ModelFamily.stream_info`, a model family sets the values that differ from the defaults. Frame
 sizes and session limits come from `OmniConfig`.
 """
 
@@ -27,13 +27,13 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Controls, geometry and rates of a causal world model."""
 
     actions: ActionSpace = CAMERA_SPACE
-    """Controls of the model, and whether it accepts prompts and start images."""
+    """The model's controls, and whether it accepts prompts and start images."""
     patch_size: tuple[int, int, int] = (1, 2, 2)
-    """Patch size of the transformer: (time, height, width)."""
+    """Transformer patch size: (time, height, width)."""
     vae_stride: tuple[int, int, int] = (4, 8, 8)
-    """Downsampling of the VAE: (time, height, width)."""
+    """VAE downsampling factors: (time, height, width)."""
     latent_channels: int = 16
-    """Channels of a latent frame. Default: 16."""
+    """Number of channels in a latent frame. Default: 16."""
     latent_size: tuple[int, int] | None = None
     """Height and width of a latent frame, if they do not depend on the frame size. Default: the
     frame size divided by `vae_stride`.
@@ -41,26 +41,26 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     first_stride: int = 1
     """Number of pixel frames in a session's first latent frame. Default: 1."""
     latent_frames_per_chunk: int = 3
-    """Number of latent frames that are denoised together as a chunk. Default: 3."""
+    """Number of latent frames denoised together as a chunk. Default: 3."""
     first_chunk_latent_frames: int | None = None
     """Number of latent frames in a session's first chunk. Default: `latent_frames_per_chunk`."""
     fps: float = 16.0
-    """Frame rate that the model was trained at. Default: 16."""
+    """Frame rate at which the model was trained. Default: 16."""
     intrinsics_reference_size: tuple[int, int] = (832, 480)
-    """(width, height) in pixels of the image to which intrinsics refer."""
+    """(width, height) in pixels of the image that intrinsics refer to."""
     key_focal: float = 500.0
-    """Focal length, in pixels of the video, that is assumed for camera keys unless the world
-    description specifies one.
+    """Focal length in video pixels, assumed for camera keys if the world description does not
+    specify one.
     """
     key_step: float = 0.05
-    """Distance that a movement key covers in one step, in pose units. Default: 0.05."""
+    """Distance in pose units that the camera moves in one step of a movement key. Default: 0.05."""
 
     height: int = DEFAULT_HEIGHT
-    """Default height of the frames in pixels."""
+    """Default frame height in pixels."""
     width: int = DEFAULT_WIDTH
-    """Default width of the frames in pixels."""
+    """Default frame width in pixels."""
     max_sessions: int = 8
-    """Maximum number of sessions, summed over all data-parallel ranks."""
+    """Maximum number of sessions across all data-parallel ranks."""
     session_idle_s: float = 300.0
     """Idle time in seconds after which a session is closed."""
     by_deadline: bool = False
@@ -70,23 +70,25 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     cannot choose the window.
     """
     sink_frames: int | None = None
-    """Number of sink frames of the attention window, if sessions may choose fewer. None: sessions
+    """Number of sink frames in the attention window, if sessions may choose fewer. None: sessions
     cannot choose the number.
     """
     chunks_in_flight: int = 1
-    """Number of chunks of a session that the engine processes at the same time (`OmniConfig`)."""
+    """Maximum number of a session's chunks that the engine processes at the same time
+    (`OmniConfig`).
+    """
     target_fps: float | None = None
     """Frame rate of a stream if the client does not request one. None: the model's frame rate."""
     model: str = ""
     """Name that clients use for the model."""
     preset: str | None = None
-    """Preset of the server (`omni.model.preset`). None: the model has no presets."""
+    """Server preset (`omni.model.preset`). None: the model has no presets."""
     card: WorldDescription | None = None
-    """World description of the checkpoint. None: the checkpoint has no world description."""
+    """The checkpoint's world description. None: the checkpoint has no world description."""
 
     @classmethod
     def from_vllm_config(cls, vllm_config: "VllmConfig", model: str) -> "StreamInfo":
-        """Return the metadata of the served model and deployment.
+        """Return the metadata for the served model and deployment.
 
         Args:
             vllm_config: vLLM's configuration.
@@ -124,7 +126,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Check a prompt.
 
         Raises:
-            EndpointError: `invalid_prompt`, because the model takes no prompts.
+            EndpointError: `invalid_prompt` if there is a prompt but the model accepts none.
         """
         if prompt and self.actions.prompt == "none":
             raise EndpointError(
@@ -141,7 +143,8 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             param: Key of the image in the client's message.
 
         Raises:
-            EndpointError: `invalid_image` or `missing_image`.
+            EndpointError: `invalid_image` if the model takes no start image but the client sent
+                one, or `missing_image` if the model requires one but the client sent none.
         """
         if has_image and self.actions.image == "none":
             raise EndpointError(
@@ -162,7 +165,8 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             param: Key of the images in the client's message.
 
         Raises:
-            EndpointError: `invalid_image` or `missing_image`. The message lists the allowed names.
+            EndpointError: `invalid_image` if a name is unknown, or `missing_image` if a required
+                image is missing.
         """
         sent, allowed = set(names), ", ".join(self.actions.image_names) or "no named images"
         if unknown := sorted(sent - set(self.actions.image_names)):
@@ -197,32 +201,32 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def chunk_frames(self) -> int:
-        """Number of pixel frames in every chunk after a session's first one."""
+        """Number of pixel frames in each chunk except a session's first."""
         return self.vae_stride[0] * self.latent_frames_per_chunk
 
     def key_intrinsics(self, width: int, height: int) -> list[float]:
-        """Return the intrinsics fx, fy, cx, cy that are assumed for camera keys.
+        """Return the intrinsics fx, fy, cx, cy assumed for camera keys.
 
-        The unit is pixels of the reference size, as in the intrinsics that accompany poses.
+        The intrinsics are in pixels of the reference size, like those that accompany poses.
 
         Args:
-            width: Width of the video in pixels.
-            height: Height of the video in pixels.
+            width: Video width in pixels.
+            height: Video height in pixels.
         """
         wide, high = self.intrinsics_reference_size
         focal = self.focal_of_keys(width)
         return [focal * wide / width, focal * high / height, wide / 2, high / 2]
 
     def focal_of_keys(self, width: int) -> float:
-        """Return the focal length that is assumed for camera keys, in pixels of a video with the
-        given width.
+        """Return the focal length assumed for camera keys, in pixels of a video that has the given
+        width.
         """
         own = None if self.card is None else self.card.focal
         return self.key_focal if own is None else own * width
 
     @property
     def pitch_limit_degrees(self) -> float:
-        """Return the largest angle in degrees at which the camera may look above or below the
+        """Return the maximum angle in degrees by which the camera may look above or below the
         horizon.
         """
         return PITCH_LIMIT_DEGREES if self.card is None else self.card.pitch_limit_degrees
@@ -232,20 +236,22 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
         Args:
             latent_frames: Number of latent frames.
-            starts_session: Whether these are the first latent frames of a session.
+            starts_session: Whether these are a session's first latent frames.
         """
         less = self.vae_stride[0] - self.first_stride if starts_session else 0
         return max(0, self.vae_stride[0] * latent_frames - less)
 
     def latent_frames(self, pixel_frames: int) -> int:
-        """Return the number of latent frames in a chunk with the given number of pixel frames."""
+        """Return the number of latent frames in a chunk that has the given number of pixel
+        frames.
+        """
         return -(-pixel_frames // self.vae_stride[0])
 
     def chunk_sizes(self, first: bool) -> Iterator[int]:
-        """Yield the number of pixel frames of each following chunk, without end.
+        """Yield the number of pixel frames in each subsequent chunk, indefinitely.
 
         Args:
-            first: Whether the session has not started.
+            first: Whether the next chunk is the session's first.
         """
         if first:
             yield self.first_chunk_frames
@@ -268,11 +274,10 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         raise AssertionError("unreachable: chunk_sizes is endless")
 
     def check_size(self, height: int, width: int) -> None:
-        """Check the size of frames.
+        """Check a frame size.
 
         Raises:
-            EndpointError: `unsupported_size`, because the model cannot generate frames of this
-                size.
+            EndpointError: `unsupported_size` if the model cannot generate frames of this size.
         """
         wide, high = self.size_multiple
         if width % wide or height % high or height * width > self.max_area:

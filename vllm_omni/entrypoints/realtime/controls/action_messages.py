@@ -4,10 +4,10 @@
 Actions are sent as frames or as transitions. Frames are a list with one entry per latent frame.
 Each entry lists the names of held buttons, or is a map with `buttons`, `axes` and `scroll`.
 Transitions are sent as `{"mode": "state", "transitions": [...]}`, where the list contains maps with
-the same keys. A key that is absent leaves its controls unchanged. An unknown control is refused
-with `invalid_action` and the list of the model's controls. Camera keys come from clients that
-support no other controls. Each camera key presses the corresponding button. Camera keys without a
-button are ignored, as are all other keys.
+the same keys. If a key is absent, its controls do not change. An unknown control is refused with
+`invalid_action` and a list of the model's controls. Camera keys come from clients that support no
+other controls. Each camera key presses the corresponding button. Camera keys without a button are
+ignored, as are all other keys.
 """
 
 from collections.abc import Iterable, Sequence
@@ -44,9 +44,9 @@ class _Transition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     buttons: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_HELD)] | None = None
     """Names of the held buttons. None: the held buttons do not change."""
     axes: dict[Name, Value] = msgspec.field(default_factory=dict)
-    """Values of axes, keyed by axis name."""
+    """Axis values by axis name."""
     scroll: Value = 0.0
-    """Number of notches that the wheel was turned."""
+    """Number of notches by which the wheel was turned."""
     client_ts_ms: float | None = None
     """This field is accepted for compatibility and has no effect."""
 
@@ -55,14 +55,14 @@ class _States(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: Literal["state"]
     """Mode of the message. The only supported mode is `state`."""
     transitions: Annotated[list[_Transition], msgspec.Meta(max_length=_MAX_TRANSITIONS)]
-    """Transitions, oldest first. A message may contain at most 512."""
+    """Transitions, oldest first. A message may contain at most 512 transitions."""
 
 
 def read_actions_message(value: Any, space: ActionSpace) -> ControlScript | ControlStates:
     """Parse the frames or transitions of one message.
 
     Raises:
-        EndpointError: `invalid_action`, because the message is malformed or names unknown controls.
+        EndpointError: `invalid_action` if the message is malformed or names unknown controls.
     """
     if isinstance(value, dict):
         states: _States = _convert(value, _States, space)
@@ -79,10 +79,10 @@ def read_actions_message(value: Any, space: ActionSpace) -> ControlScript | Cont
 
 
 def convert_frames(value: Any, space: ActionSpace) -> list[ActionEntry]:
-    """Parse a list of frames without checking the names of controls, which `read_script` checks.
+    """Parse a list of frames without checking the control names, which `read_script` checks.
 
     Raises:
-        EndpointError: `invalid_action`, because a frame is malformed.
+        EndpointError: `invalid_action` if a frame is malformed.
     """
     frames: list[ActionEntry] = _convert(value, list[ActionEntry], space)
     return frames
@@ -92,7 +92,7 @@ def read_script(entries: Sequence[ActionEntry], space: ActionSpace) -> ControlSc
     """Check parsed frames against the model's controls.
 
     Raises:
-        EndpointError: `invalid_action`, because a frame does not match the controls.
+        EndpointError: `invalid_action` if a frame does not match the controls.
     """
     frames = tuple(_without_repeats(as_frame(entry)) for entry in entries)
     for index, frame in enumerate(frames):
@@ -104,17 +104,17 @@ def camera_frames(entries: Iterable[Any], space: ActionSpace) -> ControlScript:
     """Parse frames of camera keys, which are sent as one list of keys per latent frame.
 
     Raises:
-        EndpointError: `invalid_request`, because an entry is not a list of strings.
+        EndpointError: `invalid_request` if an entry is not a list of strings.
     """
     return ControlScript(tuple(ActionFrame(camera_buttons(keys, space)) for keys in entries))
 
 
 def camera_buttons(keys: Any, space: ActionSpace) -> Held:
-    """Return the buttons that correspond to held camera keys. Unknown keys are ignored, as clients
-    expect.
+    """Return the buttons that correspond to held camera keys, or only the first of these buttons if
+    at most one may be held. Unknown keys are ignored, as clients expect.
 
     Raises:
-        EndpointError: `invalid_request`, because the keys are not a list of strings.
+        EndpointError: `invalid_request` if the keys are not a list of strings.
     """
     if not isinstance(keys, list) or len(keys) > _MAX_KEYS or not {str}.issuperset(map(type, keys)):
         raise EndpointError(

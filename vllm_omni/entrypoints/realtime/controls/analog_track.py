@@ -3,10 +3,10 @@
 chunk.
 
 A `rate` axis keeps its value until it changes. Distances on a `motion` axis are summed until a
-chunk starts. The sum is spread evenly over the frames of the chunk and clamped to the range that a
-frame allows, so the motion ends when the user stops. Notches of the wheel are summed in the same
-way. Each frame gets one notch, starting with the first frame, and surplus notches are dropped. This
-module contains only data, which `stream_state.py` serializes.
+chunk starts. The sum is spread evenly over the chunk's frames and clamped to the range that a frame
+allows, so the motion ends when the user stops. Wheel notches are summed in the same way. Each frame
+gets at most one notch, starting with the first frame, and surplus notches are dropped. This module
+contains only data, which `stream_state.py` serializes.
 """
 
 from collections.abc import Mapping
@@ -23,12 +23,12 @@ EventId = int | str
 
 
 class AnalogEvent(msgspec.Struct, frozen=True):
-    """An input event of a client."""
+    """A client's input event."""
 
     order: int
-    """Position of the event in the order of arrival within the session."""
+    """Position of the event in the session's arrival order."""
     event_id: EventId | None
-    """Id that the client gave to the event. None: the client sent no id."""
+    """Id that the client assigned to the event. None: the client sent no id."""
 
 
 class _Rate(msgspec.Struct):
@@ -41,16 +41,16 @@ class _Rate(msgspec.Struct):
 
 
 class AnalogTrack(msgspec.Struct):
-    """State of the axes and the wheel of one session."""
+    """State of one session's axes and wheel."""
 
     space: ActionSpace = CAMERA_SPACE
-    """Controls of the model."""
+    """The model's controls."""
     _rates: dict[str, _Rate] = msgspec.field(default_factory=dict)
     """Current value of each rate axis, by name."""
     _moved: dict[str, float] = msgspec.field(default_factory=dict)
-    """Distance on each motion axis since the last sample, by name."""
+    """Distance moved on each motion axis since the last sample, by name."""
     _notches: float = 0.0
-    """Number of notches that the wheel has been turned since the last sample."""
+    """Number of notches by which the wheel has been turned since the last sample."""
     _movers: dict[int, AnalogEvent] = msgspec.field(default_factory=dict)
     """Events that contributed to `_moved` or `_notches`, in order of arrival."""
 
@@ -115,11 +115,11 @@ class AnalogTrack(msgspec.Struct):
     def sample(
         self, latent_frames: int, events: list[AnalogEvent]
     ) -> list[tuple[dict[str, float], float]]:
-        """Return and consume the values of each frame of the next chunk.
+        """Return and consume the values for each frame of the next chunk.
 
         Args:
-            latent_frames: Latent frames of the chunk.
-            events: Events that take effect are appended to this list.
+            latent_frames: Number of latent frames in the chunk.
+            events: List to which the events that take effect are appended.
 
         Returns:
             `(axes, scroll)` for each latent frame.

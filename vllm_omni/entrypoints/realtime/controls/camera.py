@@ -17,8 +17,8 @@ from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 
 PosePolicy = Literal["error", "trim", "hold_last"]
 
-# A matrix that deviates more than this from a rotation is an error. A smaller deviation is taken to
-# be rounding.
+# A matrix that deviates more than this from a rotation is rejected. A smaller deviation is assumed
+# to be a rounding error.
 _ROTATION_TOLERANCE: Final = 1e-2
 _LAST_ROW_TOLERANCE: Final = 1e-3
 _LARGEST: Final = 1e6  # float32 positions above this have no useful precision
@@ -26,7 +26,7 @@ _LARGEST: Final = 1e6  # float32 positions above this have no useful precision
 
 @dataclass(frozen=True)
 class CameraPath:
-    """Poses and intrinsics of consecutive pixel frames. The arrays are C-contiguous and contain
+    """Poses and intrinsics for consecutive pixel frames. The arrays are C-contiguous and contain
     finite values.
     """
 
@@ -53,17 +53,17 @@ class CameraPath:
 
         Args:
             poses: Camera-to-world matrices `[N, 4, 4]`.
-            intrinsics: Intrinsics `[N, 4]`, `[N, 3, 3]` or `[N, 4, 4]`, or a single vector or
-                matrix for all poses.
+            intrinsics: Intrinsics `[N, 4]`, `[N, 3, 3]` or `[N, 4, 4]`, or one vector or matrix for
+                all poses.
             max_poses: Maximum number of poses.
-            size: Width and height of the image to which the server's intrinsics refer.
-            own_size: Width and height of the image to which the client's intrinsics refer.
-                Intrinsics are scaled from this size to `size`. Default: `size`, so they are not
-                scaled.
+            size: Width and height of the image that the server's intrinsics refer to.
+            own_size: Width and height of the image that the client's intrinsics refer to.
+                Intrinsics are scaled from this size to `size`. Default: `size`, that is, no
+                scaling.
 
         Raises:
-            EndpointError: `invalid_camera` or `non_finite_pose`. The message states the received
-                and the allowed values.
+            EndpointError: `non_finite_pose` if a value is NaN or infinite, or `invalid_camera` if
+                the path is invalid in any other way.
         """
         poses_N44 = _numbers(poses, "poses")
         if poses_N44.ndim != 3 or poses_N44.shape[1:] != (4, 4) or len(poses_N44) == 0:
@@ -129,12 +129,11 @@ def plan_frames(
         num_frames: Number of pixel frames that the client requested. None: one frame per pose.
         policy: `error` requires complete chunks and equal numbers of frames and poses. `trim` drops
             frames that do not fill a chunk. `hold_last` repeats the last pose to fill a chunk.
-        info: Chunk sizes of the model.
+        info: The model's chunk sizes.
         first: Whether this is the session's first request.
 
     Raises:
-        EndpointError: `invalid_camera`, because the numbers of poses and frames do not match the
-            policy.
+        EndpointError: `invalid_camera` if the numbers of poses and frames do not match the policy.
     """
     grid = f"{info.first_chunk_frames} + {info.chunk_frames}k" if first else f"{info.chunk_frames}k"
     where = "a session's first request" if first else "a later request"
@@ -197,8 +196,8 @@ def _check_numeric(value: list[Any]) -> bool:
 
 
 def _per_frame(intrinsics: np.ndarray, count: int) -> np.ndarray:
-    """Return fx, fy, cx, cy for each frame. A single vector of four values or a single matrix
-    applies to all frames.
+    """Return fx, fy, cx, cy for each frame. One vector of four values or one matrix applies to all
+    frames.
     """
     shape = intrinsics.shape
     if shape in ((4,), (3, 3)) or (shape == (4, 4) and count != 4):

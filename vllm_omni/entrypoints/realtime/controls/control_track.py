@@ -2,15 +2,14 @@
 """`ControlTrack`: collects a client's controls, and samples them for the next chunk.
 
 Actions arrive as a script or as states. A script is a timeline with one frame of controls per
-latent frame. No control is active after the end of the script. States are transitions, for example
-"these buttons are held". Held buttons remain held until they change, so no backlog can build up. A
-button that is pressed and released between two chunks is still held for one latent frame.
-`AnalogTrack` handles axes and the wheel. A script replaces pending transitions, and transitions
-replace a script. Only the latest prompt and the latest LoRA adapters apply. All buffers are
-bounded.
+latent frame. No control is active after the script ends. States are transitions, for example "these
+buttons are held". Held buttons remain held until they change, so no backlog can build up. A button
+that is pressed and released between two chunks is still held for one latent frame. `AnalogTrack`
+handles axes and the wheel. A script replaces pending transitions, and transitions replace a script.
+Only the latest prompt and the latest LoRA adapters apply. All buffers are bounded.
 
-This module contains only data, which `stream_state.py` serializes, and uses no sockets, no clock
-and no engine.
+This module contains only data, which `stream_state.py` serializes. It uses no sockets, clock or
+engine.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,7 +25,7 @@ MAX_SCRIPT_ENTRIES: Final = 512
 _REMEMBERED_IDS: Final = 1024
 
 Held = tuple[str, ...]
-"""Buttons that are held during one latent frame. An empty tuple means none."""
+"""Buttons held during one latent frame. Empty: no buttons are held."""
 
 
 class TooManyEvents(Exception):
@@ -41,14 +40,14 @@ class ControlScript(msgspec.Struct, frozen=True):
 
 
 class ControlTransition(msgspec.Struct, frozen=True):
-    """A change of the held buttons, axes or wheel."""
+    """A change to the held buttons, axes or wheel."""
 
     buttons: Held | None = None
-    """Buttons that are held after the change. None: the held buttons do not change."""
+    """Buttons held after the change. None: the held buttons do not change."""
     axes: Mapping[str, float] = {}
     """New value of a rate axis, or distance on a motion axis, by axis name."""
     scroll: float = 0.0
-    """Number of notches that the wheel was turned."""
+    """Number of notches by which the wheel was turned."""
 
 
 class ControlStates(msgspec.Struct, frozen=True):
@@ -62,21 +61,21 @@ class PromptChange(msgspec.Struct, frozen=True):
     """An update that sets a new prompt."""
 
     text: str
-    """Text of the prompt."""
+    """Prompt text."""
 
 
 class AdapterChange(msgspec.Struct, frozen=True):
     """An update that sets new LoRA adapters."""
 
     choices: tuple[Lora, ...]
-    """LoRA adapters to apply. An empty tuple means none."""
+    """LoRA adapters to apply. Empty: no adapters are applied."""
 
 
 Update = ControlScript | ControlStates | PromptChange | AdapterChange
 
 
 class ControlSample(msgspec.Struct, frozen=True):
-    """Controls that were sampled for one chunk."""
+    """Controls sampled for one chunk."""
 
     actions: list[ActionEntry] | None = None
     """Actions with one entry per latent frame. None: the client has never sent actions."""
@@ -97,18 +96,18 @@ class ControlSample(msgspec.Struct, frozen=True):
 
 
 class ControlTrack(msgspec.Struct):
-    """Collects the controls of one session in order of arrival. This class is not thread-safe; call
-    `apply` and `sample` on the same event loop.
+    """Collects one session's controls in arrival order. This class is not thread-safe; call `apply`
+    and `sample` on the same event loop.
     """
 
     space: ActionSpace = CAMERA_SPACE
-    """Controls of the model. Every control of an update must be in this action space."""
+    """The model's controls. Every control in an update must be in this action space."""
     _script: list[tuple[ActionFrame, AnalogEvent]] = []
     """Remaining frames of the script, each with the event that sent it."""
     _transitions: list[tuple[Held, AnalogEvent]] = []
     """States of the held buttons since the last sample, each with the event that set it."""
     _held: Held = ()
-    """Buttons that were held in the last frame of the last sample."""
+    """Buttons held in the last frame of the last sample."""
     _held_by: AnalogEvent | None = None
     """Event that set `_held`."""
     _any_actions: bool = False
@@ -118,7 +117,7 @@ class ControlTrack(msgspec.Struct):
     _lora: tuple[tuple[Lora, ...], AnalogEvent] | None = None
     """New LoRA adapters and the event that set them. None: no adapters are waiting."""
     _num_events: int = 0
-    """Number of events that have been applied so far."""
+    """Number of events applied so far."""
     _newest_sent: int = -1
     """Largest order number among the events whose ids have been in a sample."""
     _acting: set[int] = msgspec.field(default_factory=set)
@@ -132,7 +131,7 @@ class ControlTrack(msgspec.Struct):
         self._analog.space = self.space
 
     def is_repeated(self, event_id: EventId | None) -> bool:
-        """Whether an event with this id has already been applied, so that a repetition must have no
+        """Whether an event with this id has already been applied. If so, a repetition must have no
         effect.
         """
         return event_id is not None and event_id in self._seen
@@ -142,13 +141,13 @@ class ControlTrack(msgspec.Struct):
 
         Args:
             updates: Updates that the event consists of, which are applied together.
-            event_id: The client's id of the event.
+            event_id: The client's id for the event.
 
         Returns:
             Ids of earlier events that will never take effect.
 
         Raises:
-            TooManyEvents: Too many events are waiting, so no update of the event is applied.
+            TooManyEvents: Too many events are waiting, so none of the event's updates is applied.
         """
         updates = list(updates)
         if self._analog.is_full and any(_moves(update) for update in updates):
@@ -200,7 +199,7 @@ class ControlTrack(msgspec.Struct):
     ) -> list[AnalogEvent]:
         """Append transitions, and return the events that they replace.
 
-        Only the newest state of the buttons and the newest state with any held button are retained.
+        Only the newest button state and the newest state in which any button is held are retained.
         """
         replaced = [old for _, old in self._transitions]
         for transition in transitions:
@@ -225,10 +224,10 @@ class ControlTrack(msgspec.Struct):
         return replaced + self._analog.clear()
 
     def sample(self, latent_frames: int, with_prompt: bool = True) -> ControlSample:
-        """Return and consume the controls of the next chunk.
+        """Return and consume the controls for the next chunk.
 
         Args:
-            latent_frames: Latent frames of the chunk.
+            latent_frames: Number of latent frames in the chunk.
             with_prompt: Whether the chunk may change the prompt.
         """
         events: list[AnalogEvent] = []

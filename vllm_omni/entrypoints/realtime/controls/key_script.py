@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parse actions that are written as one line of text on a command line, for example `"w*6 wl*3 -"`.
+"""Parse actions written as a single line of text on a command line, for example `"w*6 wl*3 -"`.
 
 The example clients import this module, so it must not import torch.
 """
@@ -10,7 +10,9 @@ from vllm_omni.camera_keys import CAMERA_KEYS
 
 
 def parse_keys(text: str) -> list[list[str]]:
-    """Parse keys per latent frame: `"w*2 wl -"` gives `[["w"], ["w"], ["w", "l"], []]`.
+    """Parse text into the keys held in each latent frame.
+
+    For example, `"w*2 wl -"` gives `[["w"], ["w"], ["w", "l"], []]`.
 
     The keys w a s d move and i k j l look around, `-` means no key, and `*N` repeats a token.
 

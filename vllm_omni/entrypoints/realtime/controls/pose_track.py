@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """`PoseTrack`: converts camera commands to one pose per pixel frame.
 
-Commands use the axes x right, y up and z forward, relative to the pose at the start of the session.
-Poses are camera-to-world matrices with OpenCV axes (y down), as in `CameraPath`. The camera reaches
-a `target` after a given number of chunks. Until then, the position of the camera changes linearly,
-and its rotation follows the shortest arc at constant speed. A `velocity` is a step that is repeated
+Commands use the axes x right, y up and z forward, relative to the session's start pose. Poses are
+camera-to-world matrices with OpenCV axes (y down), as in `CameraPath`. The camera reaches a
+`target` after a given number of chunks. Until then, the camera's position changes linearly, and its
+rotation follows the shortest arc at constant speed. A `velocity` is a step that the camera repeats
 in every latent frame until the next command. Poses of pixel frames between latent frames are
 interpolated in the same way.
 
-If the model has the axes `WALK_AXES`, a velocity is converted to values of these axes instead
-(`walk_axes`). The model then moves the camera itself, with the package's only integrator of camera
-motion, which respects walls. This module contains only data, which `stream_state.py` serializes.
+If the model has the `WALK_AXES`, a velocity is converted to values of these axes instead
+(`walk_axes`). The model then moves the camera itself, using the package's only camera-motion
+integrator, which respects walls. This module contains only data, which `stream_state.py`
+serializes.
 """
 
 import math
@@ -47,17 +48,17 @@ _UP_TO_DOWN_44: Final = np.diag([1.0, -1.0, 1.0, 1.0])
 
 @dataclass(frozen=True)
 class CameraCommand:
-    """A camera command of a client."""
+    """A client's camera command."""
 
     event_id: str
-    """The client's id of the command."""
+    """The client's id for the command."""
     mode: Literal["target", "velocity"]
     """Whether to move to a pose (`target`) or to keep moving (`velocity`)."""
     translation_3: np.ndarray
-    """Position of a target, or translation per latent frame of a velocity."""
+    """Target position, or a velocity's translation per latent frame."""
     rotation_4: np.ndarray
-    """Rotation of a target, or rotation per latent frame of a velocity, as a unit quaternion x, y,
-    z, w.
+    """Target rotation, or a velocity's rotation per latent frame, as a unit quaternion (x, y, z,
+    w).
     """
     transition_chunks: int = 1
     """Number of chunks until a target is reached, at least 0. Default: 1."""
@@ -72,7 +73,7 @@ class CameraCommand:
         return math.degrees(math.asin(min(1.0, max(-1.0, float(_rotation(self.rotation_4)[1, 2])))))
 
     def walk_axes(self, step: float) -> dict[str, float]:
-        """Return a velocity as values of `WALK_AXES`. Roll is ignored.
+        """Convert a velocity to `WALK_AXES` values. Roll is ignored.
 
         Args:
             step: Length of a step in pose units.
@@ -89,14 +90,15 @@ def walks(space: ActionSpace) -> bool:
 
 @dataclass(frozen=True)
 class CommandProgress:
-    """Progress of commands in one chunk."""
+    """Progress of the commands during one chunk."""
 
     started: tuple[str, ...] = ()
-    """Ids of commands that started in the chunk."""
+    """Ids of the commands that started in the chunk."""
     active: tuple[str, ...] = ()
-    """Ids of commands that are active at the end of the chunk."""
+    """Ids of the commands that are active when the chunk ends."""
     completed: tuple[str, ...] = ()
-    """Ids of commands that ended in the chunk because they reached their target or were replaced.
+    """Ids of the commands that ended in the chunk because they reached their target or were
+    replaced.
     """
 
 
@@ -118,7 +120,7 @@ class PoseTrack(msgspec.Struct):
     _source: _Pose = msgspec.field(default_factory=lambda: _identity())
     """Pose at the start of the active command."""
     _pose: _Pose = msgspec.field(default_factory=lambda: _identity())
-    """Current pose of the camera."""
+    """The camera's current pose."""
     _steps: int = 0
     """Number of latent frames since the active target command started."""
 
@@ -134,25 +136,24 @@ class PoseTrack(msgspec.Struct):
 
     @property
     def position_3(self) -> np.ndarray:
-        """Position of the camera, in OpenCV axes."""
+        """The camera's position, in OpenCV axes."""
         return _matrix(self._pose)[:3, 3]
 
     def shift(self, by_3: np.ndarray) -> None:
-        """Correct the position of the camera by `by_3`, in OpenCV axes, after an obstacle has
-        stopped it.
+        """Correct the camera's position by `by_3`, in OpenCV axes, after an obstacle has stopped
+        it.
         """
         self._pose = (self._pose[0] + _UP_TO_DOWN_44[:3, :3] @ by_3, self._pose[1])
 
     def sample(self, pixel_frames: int, latent_frames: int) -> tuple[np.ndarray, CommandProgress]:
-        """Return the poses of the next chunk.
+        """Return the poses for the next chunk.
 
         Args:
             pixel_frames: Number of pixel frames in the chunk.
             latent_frames: Number of latent frames in the chunk.
 
         Returns:
-            `(poses, progress)`: float32 poses `[pixel_frames, 4, 4]` and the progress of the
-            commands.
+            `(poses, progress)`: float32 poses `[pixel_frames, 4, 4]`, and the commands' progress.
         """
         started = [command.event_id for command in self._pending]
         completed = []
@@ -212,7 +213,7 @@ def unit_quaternion(values: Sequence[float]) -> np.ndarray:
 
 
 def _walked(pose: _Pose, velocity: CameraCommand, pitch_limit_degrees: float) -> _Pose:
-    """Return the pose after one latent frame of motion with a velocity. Obstacles are ignored."""
+    """Return the pose after one latent frame of motion at a velocity, ignoring obstacles."""
     right, up, forward, yaw, pitch = (
         torch.tensor([value], dtype=torch.float64)
         for value in (

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serialize the controls of a live stream, so that another server can continue the stream.
+"""Serialize a live stream's controls so that another server can continue the stream.
 
-The serialized state contains data that a snapshot of the session lacks: held buttons, the rest of a
-script, the camera that commands move, and inputs that are waiting for the next chunk. The classes
-in this directory are serialized with their private fields. Only servers of the same fleet exchange
-the serialized state.
+The serialized state contains data that the session's snapshot lacks: held buttons, the rest of a
+script, the pose of the commanded camera, and inputs that are waiting for the next chunk. The
+classes in this directory are serialized with their private fields. Only servers of the same fleet
+exchange the serialized state.
 """
 
 from typing import Any, TypeVar
@@ -15,27 +15,27 @@ import numpy as np
 from vllm_omni.entrypoints.errors import EndpointError
 
 MAX_STATE_BYTES = 1 << 20
-"""Maximum size of the serialized state in bytes. All buffers of controls are bounded well below
-this size.
+"""Maximum size of the serialized state in bytes. All control buffers are bounded well below this
+size.
 """
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 def encode_state(state: msgspec.Struct) -> bytes:
-    """Serialize the controls of a stream."""
+    """Serialize a stream's controls."""
     return msgspec.msgpack.encode(state, enc_hook=_to_list)
 
 
 def decode_state(data: bytes, kind: type[T]) -> T:
-    """Return the controls of a stream.
+    """Deserialize a stream's controls.
 
     Args:
         data: Result of `encode_state`.
-        kind: Class of the controls.
+        kind: Class of the stream's controls.
 
     Raises:
-        EndpointError: `invalid_request`, because the state belongs to another endpoint.
+        EndpointError: `invalid_request` if the state belongs to another endpoint.
     """
     try:
         return msgspec.msgpack.decode(data, type=kind, dec_hook=_to_array)

@@ -8,7 +8,7 @@ fragment starts with a key frame and has its own timestamp.
 
 A single FFmpeg muxer for the whole stream is not possible because it would have to flush a fragment
 after each chunk, and PyAV has no function for that. FFmpeg therefore writes each chunk as a
-separate file, and this module extracts its boxes.
+separate file, from which this module extracts the boxes.
 """
 
 import io
@@ -42,7 +42,8 @@ class FragmentEncoder(StatelessEncoder):
     After the initialization segment, a decoder can start at any fragment.
 
     Args:
-        fps: Playback rate in frames per second, exact to 1/1001.
+        fps: Playback rate in frames per second, rounded to the closest fraction whose denominator
+            is at most 1001.
     """
 
     def __init__(self, fps: float) -> None:
@@ -51,7 +52,7 @@ class FragmentEncoder(StatelessEncoder):
         self._init_segment: bytes | None = None
 
     def encode(self, frames: StampedFrames) -> list[EncodedPart]:
-        """Return a single part, which contains the bytes that continue the stream."""
+        """Return one part that contains the bytes that continue the stream."""
         is_first = self._init_segment is None
         data = self.encode_fragment(frames.frames_THWC, frames.stamps[0].frame)
         _, height, width, _ = frames.frames_THWC.shape
@@ -70,7 +71,7 @@ class FragmentEncoder(StatelessEncoder):
             first_frame: Index of the first frame, which determines its timestamp.
 
         Raises:
-            ValueError: The size of the frames differs from that of earlier frames.
+            ValueError: The frame size differs from that of earlier frames.
         """
         check_frames(frames_THWC)
         self._num_fragments += 1
@@ -110,7 +111,7 @@ class FragmentEncoder(StatelessEncoder):
 
 
 def _boxes(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the top-level boxes of an MP4: `(type, whole box)`."""
+    """Yield the top-level boxes of an MP4 file, each as `(type, whole box)`."""
     position = 0
     while position < len(data):
         size = int.from_bytes(data[position : position + 4])

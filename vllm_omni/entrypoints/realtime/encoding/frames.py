@@ -17,11 +17,11 @@ import numpy as np
 # T frames, H height, W width, C = 3 channels (RGB)
 
 InputId = str | int
-"""Id that a client gave to an input: an event, an interaction or a request."""
+"""Id that a client assigned to an input: an event, an interaction or a request."""
 
 
 class FrameStamp(msgspec.Struct, frozen=True):
-    """Position of a frame, and the input that affected it."""
+    """Position of a frame, and the newest input that affected it."""
 
     chunk_index: int
     """Index of the chunk within the session, starting at 0."""
@@ -30,7 +30,7 @@ class FrameStamp(msgspec.Struct, frozen=True):
     time_us: int
     """Presentation time in microseconds, relative to the session's first frame."""
     input_id: InputId | None = None
-    """Newest input that affected the frame. None: no input affected it."""
+    """Id of the newest input that affected the frame. None: no input affected it."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StampedFrames:
     frames_THWC: np.ndarray
     """Frames, uint8 RGB, T >= 1."""
     stamps: Sequence[FrameStamp]
-    """Stamps of the frames, one per frame."""
+    """Frame stamps, one per frame."""
 
     def __post_init__(self) -> None:
         assert len(self.stamps) == len(self.frames_THWC), "one stamp per frame"
@@ -69,14 +69,14 @@ def stamped_frames(
     fps: float,
     input_id: InputId | None,
 ) -> StampedFrames:
-    """Return the frames of one chunk with their stamps.
+    """Return one chunk's frames with their stamps.
 
     Args:
         frames_THWC: Frames, uint8 RGB.
         chunk_index: Index of the chunk within the session.
         first_frame: Index of the first frame within the session.
         fps: Playback rate in frames per second.
-        input_id: Newest input that affected the chunk.
+        input_id: Id of the newest input that affected the chunk.
     """
     numbers = range(first_frame, first_frame + len(frames_THWC))
     return StampedFrames(
@@ -90,7 +90,7 @@ class EncodedPart:
     """An encoded part, which contains one or more frames."""
 
     data: bytes | memoryview
-    """Encoded bytes. A memoryview shares the memory of the frames."""
+    """Encoded bytes. A memoryview shares the frames' memory."""
     stamps: Sequence[FrameStamp]
     """Stamps of the frames in the part, one per frame."""
     width: int
@@ -100,36 +100,36 @@ class EncodedPart:
     is_key: bool = True
     """Whether a decoder can start at this part."""
     mime_type: str | None = None
-    """MIME type of the stream, if the part starts with the initialization segment of the stream;
-    otherwise None.
+    """MIME type of the stream. None: the part does not start with the stream's initialization
+    segment.
     """
 
 
 class FrameEncoder(Protocol):
-    """Encodes the frames of one stream in order. An encoder is used by one thread at a time."""
+    """Encodes one stream's frames in order. Only one thread at a time may use an encoder."""
 
     def encode(self, frames: StampedFrames) -> list[EncodedPart]:
         """Encode frames, and return the encoded parts.
 
         Raises:
             ValueError: The frames have an invalid shape or dtype, or their size differs from that
-                of earlier frames of the stream.
+                of the stream's earlier frames.
         """
         ...
 
     def request_key_frame(self) -> None:
-        """Make the next frame a key frame, at which a decoder can start."""
+        """Make the next frame a key frame, so that a decoder can start there."""
         ...
 
     def set_bitrate(self, bits_per_s: int) -> None:
-        """Set the target bitrate for all following frames. Codecs without rate control ignore
+        """Set the target bitrate for all subsequent frames. Codecs without rate control ignore
         it.
         """
         ...
 
 
 class StatelessEncoder:
-    """Base class of encoders whose parts are independent of each other."""
+    """Base class for encoders whose parts are independent of each other."""
 
     def request_key_frame(self) -> None:
         """Do nothing, because a decoder can start at every part."""

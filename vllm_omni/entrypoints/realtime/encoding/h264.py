@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""H.264 access units for live streams: one Annex-B access unit per frame, without delay.
+"""H.264 access units for live streams: one Annex-B access unit per frame, with no encoding delay.
 
-Only the first frame and explicitly requested frames are key frames, so chunk boundaries take no
+Only the first frame and explicitly requested frames are key frames, so chunk boundaries cost no
 additional bits. A key frame (IDR) contains its parameter sets, so a decoder can start at any key
 frame. The bitrate may change at any frame.
 
-The profile is Constrained Baseline because it is the only H.264 profile that WebRTC requires all
-browsers to support, and one encoder serves all viewers of a session.
+The profile is Constrained Baseline because a single encoder serves all of a session's viewers, and
+this is the only H.264 profile that WebRTC requires all browsers to support.
 """
 
 from fractions import Fraction
@@ -55,18 +55,18 @@ _OPTIONS: Final[dict[H264Implementation, dict[str, str]]] = {
         "g": _NO_PERIODIC_KEY_FRAMES,
     },
 }
-# swscale converts the frames with the BT.601 matrix by default. Decoders assume another matrix for
-# large frames unless the stream declares BT.601.
+# swscale converts the frames with the BT.601 matrix by default. If the stream does not declare
+# BT.601, decoders assume another matrix for large frames.
 _SMPTE170M: Final = 6
 _LIMITED_RANGE: Final = 1
 
 
 class H264Encoder:
-    """Encodes the frames of one stream as H.264. Odd sides are padded by repeating the last row or
+    """Encodes one stream's frames as H.264. Odd sides are padded by repeating the last row or
     column.
 
     Args:
-        implementation: Name of the encoder in FFmpeg.
+        implementation: FFmpeg's name for the encoder.
         fps: Playback rate in frames per second. Only rate control uses it, because timestamps come
             from the stamps.
         bits_per_s: Initial target bitrate in bits per second.
@@ -121,8 +121,8 @@ class H264Encoder:
         context.color_range = _LIMITED_RANGE
         context.options = {
             **_OPTIONS[self._implementation],
-            # Equal to the target, because x264 can change the bitrate only of a stream that starts
-            # as CBR.
+            # The maximum equals the target because x264 can change the bitrate only if the stream
+            # starts as CBR.
             "maxrate": str(self._bits_per_s),
             "bufsize": str(self._bits_per_s // _VBV_SHARE_OF_S),
         }
@@ -136,7 +136,8 @@ class H264Encoder:
         if height % 2 or width % 2:
             frame_HWC = np.pad(frame_HWC, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
         image = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame_HWC), format="rgb24")
-        # The encoder requires increasing times, but the stamps restart when the session restarts.
+        # The encoder requires increasing timestamps, but the stamps restart when the session
+        # restarts.
         self._last_us = stamp.time_us if stamp.time_us > self._last_us else self._last_us + 1
         image.pts, image.time_base = self._last_us, _TIME_BASE
         if self._needs_key:

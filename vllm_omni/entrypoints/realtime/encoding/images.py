@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders of separate frames: JPEG, WebP, raw frames, lossless deltas and MP4 files.
+"""Encoders for JPEG and WebP images, raw frames, lossless deltas and MP4 files.
 
 JPEG has two implementations. `NvJpegEncoder` uses nvJPEG through torchvision because data-centre
 GPUs have a JPEG engine or fast CUDA kernels for JPEG, but no NVENC. `ImageEncoder` uses Pillow.
@@ -39,9 +39,8 @@ class ImageEncoder(StatelessEncoder):
 
     Args:
         format: `jpeg` or `webp`.
-        quality: Quality of the files, 1 to 100.
-        max_width: Maximum width in pixels. Wider frames are scaled down. None or 0: the width is
-            not limited.
+        quality: Image quality, 1 to 100.
+        max_width: Maximum width in pixels. Wider frames are scaled down. None or 0: no limit.
         full_chroma: Whether JPEG files retain the full colour resolution (4:4:4).
     """
 
@@ -87,7 +86,7 @@ class NvJpegEncoder(StatelessEncoder):
         self._quality = quality
 
     def encode(self, frames: StampedFrames) -> list[EncodedPart]:
-        """Return one file per frame. The frames are copied to the GPU in one transfer."""
+        """Return one file per frame. The frames are copied to the GPU in a single transfer."""
         import torch
         from torchvision.io import encode_jpeg
 
@@ -123,7 +122,7 @@ class DeltaEncoder:
         self._reference_HWC: np.ndarray | None = None
 
     def encode(self, frames: StampedFrames) -> list[EncodedPart]:
-        """Return one part, whose `is_key` is True if its first frame is not XORed."""
+        """Return one part. Its `is_key` is True if its first frame is not XORed."""
         chunk_index = frames.stamps[0].chunk_index
         reference_HWC = self._reference_HWC if chunk_index == self._chunk_index else None
         is_key = reference_HWC is None

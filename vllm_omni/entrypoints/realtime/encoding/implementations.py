@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose an implementation of each codec once at startup, based on what the machine supports.
+"""Choose an implementation for each codec once at startup, based on what the machine supports.
 
 Candidates are tried in order by encoding a small test frame, and the first one that succeeds is
 used. `doctor` and `/omni/ready` report the chosen implementation and the reason for not using a
 faster one.
 
-NVENC has not been tested on a GPU, because data-centre GPUs such as H100 and H200 have no NVENC.
-The code that selects NVENC is tested with a substitute for NVENC. nvJPEG was measured on an H200.
+NVENC has not been tested on a GPU, because data-centre GPUs such as the H100 and the H200 have no
+NVENC. The code that selects NVENC is tested with a substitute encoder. nvJPEG was measured on an
+H200.
 """
 
 import functools
@@ -20,7 +21,7 @@ from vllm_omni.entrypoints.realtime.encoding.frames import FrameEncoder, stamped
 from vllm_omni.entrypoints.realtime.encoding.h264 import H264Encoder, H264Implementation
 from vllm_omni.entrypoints.realtime.encoding.images import ImageEncoder, NvJpegEncoder
 
-_PROBE_SIDE: Final = 256  # NVENC refuses smaller frames
+_PROBE_SIDE: Final = 256  # NVENC rejects smaller frames
 _PROBE_QUALITY: Final = 90
 
 
@@ -50,7 +51,7 @@ class EncoderChoice:
 
 @dataclass(frozen=True)
 class Implementations:
-    """The chosen implementations of all codecs that have several."""
+    """The chosen implementation of each codec that has more than one."""
 
     h264: EncoderChoice
     """Implementation of H.264."""
@@ -71,7 +72,7 @@ class Implementations:
 
         Args:
             quality: JPEG quality, 1 to 100.
-            max_width: Maximum width in pixels. None or 0: the width is not limited.
+            max_width: Maximum width in pixels. None or 0: no limit.
             full_chroma: Whether to retain the full colour resolution. nvJPEG always retains it.
         """
         if self.jpeg.implementation == "nvjpeg" and not max_width:
@@ -87,7 +88,7 @@ def choose(codec: str, candidates: Sequence[Candidate]) -> EncoderChoice:
     not tried.
 
     Args:
-        codec: Name of the codec.
+        codec: Codec name.
         candidates: Names and constructors of the implementations, fastest first.
     """
     frames = stamped_frames(
@@ -113,7 +114,7 @@ def choose(codec: str, candidates: Sequence[Candidate]) -> EncoderChoice:
 
 @functools.cache
 def machine_implementations(use_gpu: bool = True) -> Implementations:
-    """Return the implementations that are used on this machine. The first call may take seconds.
+    """Return the implementations to use on this machine. The first call may take seconds.
 
     Args:
         use_gpu: Whether to try NVENC and nvJPEG.
@@ -150,7 +151,7 @@ def _nvjpeg() -> FrameEncoder:
 
 
 def _first_line(error: Exception) -> str:
-    # The message of a PyAV error also contains the call with all its arguments.
+    # PyAV's error messages also contain the call with all its arguments.
     text = (isinstance(error, OSError) and error.strerror) or str(error)
     lines = text.strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionEncoders`: owns the encoders of one session, one for each requested output format.
+"""`SessionEncoders`: owns one session's encoders, one for each requested output format.
 
-The H.264 stream of a session spans chunks and requests, so the encoder belongs to the session and
-not to a request.
+A session's H.264 stream spans chunks and requests, so the encoder belongs to the session rather
+than to a request.
 """
 
 import time
@@ -27,7 +27,7 @@ VideoCodec = Literal["jpeg", "webp", "raw", "delta_gzip", "mp4", "fmp4", "h264"]
 
 _DEFAULT_QUALITY: Final = {"webp": 90, "jpeg": 95}
 _MAX_ENCODERS: Final = 4
-"""Maximum number of encoders of one session. If a client requests more formats, the least recently
+"""Maximum number of encoders per session. If a client requests more formats, the least recently
 used encoder is dropped.
 """
 
@@ -36,28 +36,28 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Output format that a client requests."""
 
     codec: VideoCodec
-    """Codec of the output."""
+    """Output codec."""
     fps: float
     """Playback rate in frames per second."""
     quality: int | None = None
     """Quality of webp and jpeg files, 1 to 100. Default: 90 for webp and 95 for jpeg."""
     max_width: int | None = None
     """Maximum width of webp and jpeg files in pixels. Wider frames are scaled down. Default or 0:
-    the width is not limited.
+    no limit.
     """
     full_chroma: bool = False
     """Whether jpeg files retain the full colour resolution. Default: False."""
 
 
 class SessionEncoders:
-    """The encoders of one session. Only one thread at a time may call `encode`."""
+    """One session's encoders. Only one thread at a time may call `encode`."""
 
     def __init__(self, implementations: Callable[[], Implementations]) -> None:
         """Initialize the object without any encoders.
 
         Args:
-            implementations: Function that returns the implementations of the codecs, called on the
-                thread that encodes.
+            implementations: Function that returns the codec implementations. It is called on the
+                encoding thread.
         """
         self._implementations = implementations
         self._encoders: OrderedDict[EncoderSpec, FrameEncoder] = OrderedDict()
@@ -73,7 +73,7 @@ class SessionEncoders:
         """Encode frames in the requested format.
 
         Raises:
-            ValueError: The shape or dtype of the frames is wrong.
+            ValueError: The frames have an invalid shape or dtype.
         """
         started_s = time.perf_counter()
         parts = self.get(spec).encode(frames)
@@ -86,11 +86,11 @@ class SessionEncoders:
         return parts
 
     def units_of(self, frames: StampedFrames) -> list[EncodedPart] | None:
-        """Return the access units of a chunk, or None if it is not the newest chunk or was not
+        """Return a chunk's access units, or None if the chunk is not the newest one or was not
         encoded as H.264.
 
         Args:
-            frames: Frames of the chunk.
+            frames: The chunk's frames.
         """
         units = self._units
         encoded = [unit.stamps[0].frame for unit in units]
@@ -118,20 +118,21 @@ class SessionEncoders:
 
         Args:
             transfer_s: Time in seconds from the first to the last byte of the chunk.
-            playing_s: Playing time of the chunk in seconds.
+            playing_s: The chunk's playing time in seconds.
         """
         self._bitrate.note_transfer(transfer_s, playing_s)
         self._apply_bitrate()
 
     def note_arrival(self, arrival_s: float, playing_s: float) -> None:
-        """Adapt the bitrate to the client's measurement of the newest chunk.
+        """Adapt the bitrate to the time that the newest chunk took to arrive, as measured by the
+        client.
 
         The first frames of a chunk are sent while later frames are encoded. The encoding time is
         therefore subtracted from the measured time.
 
         Args:
             arrival_s: Time in seconds from the first to the last message of the chunk.
-            playing_s: Playing time of the chunk in seconds.
+            playing_s: The chunk's playing time in seconds.
         """
         self.note_transfer(max(0.0, arrival_s - self._spent_s), playing_s)
 

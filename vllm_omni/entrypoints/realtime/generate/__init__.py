@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoint `/v1/realtime_video/generate`."""
+"""The `/v1/realtime_video/generate` endpoint."""

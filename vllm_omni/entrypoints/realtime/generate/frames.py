@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert a finished chunk to the `FrameMessage`s of `/v1/realtime_video/generate`.
 
-A frame message is a single msgpack map that contains the payload. If the payload is 64 KiB or
-larger, it is sent as a separate WebSocket message after a header map. Frames are encoded on the
-executor's threads, except for raw frames.
+A frame message is normally one msgpack map that contains the payload. If the payload is 64 KiB or
+larger, it is sent as a separate WebSocket message after a header map. All frames except raw frames
+are encoded on the executor's threads.
 """
 
 import time
@@ -41,23 +41,23 @@ class ChunkReport(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of `chunk_stats` that are known before the chunk is sent."""
 
     session_id: str
-    """Id of the session."""
+    """Session id."""
     request_id: str
-    """Id of the request."""
+    """Request id."""
     chunk_index: int
     """Index of the chunk within the session."""
     sample: ControlSample
-    """Controls with which the chunk was generated."""
+    """Controls used to generate the chunk."""
     forward_ms: float
     """Time in milliseconds from the engine request to its result."""
     build_ms: float
-    """Time in milliseconds that was spent on encoding the frames."""
+    """Time in milliseconds spent on encoding the frames."""
     num_batches: int
     """Number of frame messages in the chunk."""
     num_frames: int
     """Number of pixel frames in the chunk."""
     raw_bytes: int
-    """Size of the uncompressed frames in bytes."""
+    """Total size of the uncompressed frames in bytes."""
     content_type: str
     """MIME type of the payload."""
     world_pose_fields: dict[str, Any]
@@ -72,7 +72,7 @@ class FrameMessage(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     """Total size of the messages in bytes."""
     chunk_frames: int
-    """Number of pixel frames in the whole chunk."""
+    """Total number of pixel frames in the chunk."""
     is_first: bool
     """Whether this is the first frame message of the chunk."""
     is_new_event: bool
@@ -89,10 +89,10 @@ class FrameBatcher:
     """Encodes the frames of one session as frame messages."""
 
     spec: EncoderSpec
-    """Output format of the frames, whose codec must be a key of `_CONTENT_TYPES`."""
+    """Output format of the frames. Its codec must be a key in `_CONTENT_TYPES`."""
 
     def __call__(self, chunk: FinishedChunk) -> Iterator[FrameMessage]:
-        """Yield the frame messages of a chunk, in order."""
+        """Yield a chunk's frame messages, in order."""
         started_s = time.perf_counter()
         frames_THWC = chunk.result.frames_THWC
         sample: ControlSample = chunk.controls.mark
@@ -148,7 +148,7 @@ class FrameBatcher:
     def _payload(
         self, frames: StampedFrames, parts: list[EncodedPart]
     ) -> tuple[bytes | memoryview, dict[str, Any]]:
-        """Return the payload and the header fields of one frame message. Raw frames are not
+        """Return the payload and the header fields for one frame message. Raw frames are not
         copied.
         """
         frames_THWC = frames.frames_THWC

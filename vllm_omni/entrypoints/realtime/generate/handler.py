@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoint `/v1/realtime_video/generate`, which implements SGLang's wire protocol for live,
+"""The `/v1/realtime_video/generate` endpoint, which implements SGLang's wire protocol for live,
 steered video.
 
 SGLang's clients and web UI work without changes. A client that names `extensions` in `init` can use
-additional messages, for example receipts, credit, pause, reset and ping. Other clients never
-receive additional messages because they would interpret an unknown message as their next frame.
+additional messages, such as receipts, credit, pause, reset and ping. Other clients never receive
+additional messages because they would interpret an unknown message as their next frame.
 
-The endpoint differs from the original in four ways that do not affect clients: it supports multiple
-concurrent sessions, sends a close frame at the end of every connection, disconnects slow readers,
-and aborts the running chunk when a client disconnects.
+The endpoint differs from SGLang's in four ways that require no changes to clients: it supports
+multiple concurrent sessions, sends a close frame at the end of every connection, disconnects slow
+readers, and aborts the running chunk when a client disconnects.
 """
 
 import time
@@ -70,11 +70,11 @@ class _KeyedSource(LiveChunks):
     """Samples a client's controls for each chunk.
 
     Args:
-        state: Controls of the stream.
+        state: The stream's controls.
         init: The client's first message.
         prompt: Prompt from `init`. None: the model takes no prompt.
-        throttle: Pause and credit of the stream.
-        session: Session to which the stream's chunks belong.
+        throttle: Pause state and credit of the stream.
+        session: Session that the stream's chunks belong to.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class _Client(LiveClient):
             raise
 
     def _first_state(self, init: protocol.InitMessage) -> _KeyedState:
-        """Return the initial controls of a stream."""
+        """Return a stream's initial controls."""
         timed = PromptSchedule(init.prompts, init.fps or self.info.fps)
         state = _KeyedState(timed=timed, track=ControlTrack(self.info.actions))
         script = init.script(self.info.actions)
@@ -257,11 +257,11 @@ class _Client(LiveClient):
         return state
 
     def _start(self, session: Session, state: _KeyedState, init: protocol.InitMessage) -> None:
-        """Start to generate chunks, beginning with the session's next chunk.
+        """Start generating chunks, from the session's next chunk on.
 
         Args:
             session: The session.
-            state: Controls of the stream.
+            state: The stream's controls.
             init: The client's first message.
         """
         self._track, self._fps = state.track, init.fps or self.info.fps
@@ -344,7 +344,7 @@ class _Client(LiveClient):
             self.session.encoders.note_transfer(self._write_ms / 1e3, playing_s)
 
     def _after_chunk(self, report: ChunkReport) -> list[bytes]:
-        """Return the messages that are sent in the same write as the last frames of a chunk."""
+        """Return the messages to send in the same write as a chunk's last frames."""
         messages = [self._stats(report)]
         for event_id in report.sample.applied if "receipts" in self._granted else ():
             applied = {"type": "event_applied", "event_id": event_id}
@@ -367,8 +367,8 @@ class _Client(LiveClient):
         """Return the `chunk_stats` message. All its numbers are non-negative integers, and times
         are rounded to milliseconds.
 
-        The write time excludes the last frame message of the chunk because it is sent in the same
-        write as this message.
+        The write time excludes the last frame message of the chunk because that message is sent in
+        the same write as this one.
         """
         forward_ms, build_ms, throttle_ms, write_ms = (
             report.forward_ms,
@@ -459,8 +459,8 @@ class _Client(LiveClient):
                 await self._restart(extra)
 
     async def _restart(self, control: protocol.ControlMessage) -> None:
-        """Restart the stream with the same `init`. The controls are cleared, and the first prompt
-        applies again.
+        """Restart the stream with its original `init`. The controls are cleared, and the first
+        prompt applies again.
         """
         assert self._init is not None
         await self.stop()
@@ -471,7 +471,7 @@ class _Client(LiveClient):
 
 
 def _event_id(value: Any) -> int | None:
-    """Return the id of a refused event, or None if it has no valid id."""
+    """Return a refused event's id, or None if the event has no valid id."""
     event_id = value.get("event_id") if isinstance(value, dict) else None
     return event_id if type(event_id) is int and 0 <= event_id < 1 << 32 else None
 

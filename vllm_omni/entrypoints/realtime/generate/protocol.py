@@ -2,8 +2,8 @@
 """Typed messages of `/v1/realtime_video/generate`, which are wire-compatible with SGLang 0.5.23.
 
 This module parses client messages (decoded msgpack maps) and builds error messages. In messages
-from the server, integers fit into 32 bits and strings are shorter than 64 KiB, because the decoder
-of the web UI supports no larger values.
+from the server, integers fit in 32 bits and strings are shorter than 64 KiB, because the web UI's
+decoder does not support larger values.
 """
 
 import re
@@ -46,8 +46,8 @@ EXTENSIONS: Final = (
     "key_frame",
     "moves",
 )
-"""Extensions that a client may enable with `init.extensions`. A client that enables none receives
-only message types of the original protocol.
+"""Extensions that a client may enable with `init.extensions`. A client that enables no extension
+receives only the message types of SGLang's protocol.
 """
 
 INVALID_INIT: Final = "invalid generate request"
@@ -56,7 +56,7 @@ BUSY: Final = "another realtime session is already active"
 
 _MAX_TRANSITIONS: Final = 512
 _NOT_OFFERED: Final = ("enhance_prompt", "enable_frame_interpolation", "enable_upscaling")
-"""Options of SGLang that change the frames. A request with such an option is refused because the
+"""SGLang options that change the frames. A request that sets such an option is refused because the
 client would not receive the frames that it expects.
 """
 _U32: Final = (1 << 32) - 1
@@ -70,12 +70,11 @@ EventId = Annotated[int, msgspec.Meta(ge=0, le=_U32)]
 class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
     """The first message of a connection.
 
-    Unknown keys are ignored, as are settings that are fixed by the deployment (steps, causal
-    window).
+    Unknown keys are ignored, as are settings that the deployment fixes (steps, causal window).
     """
 
     type: Literal["init"]
-    """Type of the message."""
+    """Message type."""
     prompt: str
     """First prompt."""
     prompts: Annotated[list[TimedPrompt], msgspec.Meta(max_length=MAX_PROMPTS)] = []
@@ -83,23 +82,23 @@ class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
     may also send prompt events in between.
     """
     model: str | None = None
-    """Name of the served model or of a LoRA adapter. The name of an adapter selects the adapter.
-    Any other name is ignored.
+    """Name of the served model or of a LoRA adapter. An adapter's name selects that adapter. Any
+    other name is ignored.
     """
     first_frame: Any = None
-    """Start image: PNG, JPEG, WebP or GIF bytes, or a `data:` URL."""
+    """Start image as PNG, JPEG, WebP or GIF bytes, or a `data:` URL."""
     images: NamedSources = {}
-    """Extension. Named images, for models that take them. Each image takes one of the forms that
+    """Extension. Named images, for models that accept them. Each image has one of the forms that
     `first_frame` accepts.
     """
     size: str | None = None
-    """Size of the frames, for example `"832x480"`. Default: the size set by the deployment."""
+    """Frame size, for example `"832x480"`. Default: the size set by the deployment."""
     fps: Annotated[int, msgspec.Meta(ge=1, le=240)] | None = None
     """Playback rate in frames per second, 1 to 240. Default: the model's frame rate."""
     num_frames: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
     """This field is accepted but ignored, because the model fixes the length of the first chunk."""
     max_chunks: Annotated[int, msgspec.Meta(ge=1, le=_U32)] | None = None
-    """Maximum number of chunks. Default: the number is not limited."""
+    """Maximum number of chunks. Default: no limit."""
     seed: RequestedSeed = 42
     """Noise seed. Default: 42."""
     num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
@@ -113,17 +112,17 @@ class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
     condition_inputs: dict[str, Any] | None = None
     """Actions for the first chunks: `camera_actions`, or `actions` if that extension is enabled."""
     realtime_output_format: OutputFormat | None = None
-    """Encoding of the frames. Default: raw."""
+    """Frame encoding. Default: raw."""
     output_compression: Annotated[int, msgspec.Meta(ge=1, le=100)] | None = None
     """Quality of webp and jpeg frames, 1 to 100. Default: 90 for webp and 95 for jpeg."""
     realtime_preview_max_width: Annotated[int, msgspec.Meta(ge=0, le=8192)] | None = None
-    """Maximum width of the frames in pixels. Wider frames are scaled down before encoding. 0 or
-    default: the width is not limited.
+    """Maximum frame width in pixels. Wider frames are scaled down before encoding. Default or 0: no
+    limit.
     """
     realtime_output_pacing: bool = False
     """Whether to send each chunk no earlier than it is due for playback. Default: False."""
     realtime_causal_kv_cache_num_frames: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
-    """Attention window of this session in latent frames. A value above the server's window is
+    """This session's attention window in latent frames. A value above the server's window is
     reduced to it. Default: the server's window.
     """
     realtime_causal_sink_size: Annotated[int, msgspec.Meta(ge=0, le=4096)] | None = None
@@ -137,9 +136,9 @@ class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
     lora: Loras | None = None
     """LoRA adapters to apply, as `[{"name", "scale"}]`."""
     session_id: SessionId | None = None
-    """Extension `moves`. Id of a session that has been moved to this server, to continue that
-    session. The other keys must be the same as at the start of the session, except that images may
-    be absent. Default: a new session is started.
+    """`moves` extension. Id of the session to continue after it has been moved to this server. The
+    other keys must have the same values as at the start of the session, except that images may be
+    absent. Default: start a new session.
     """
     start_pose: StartPose | None = None
     """Extension. World pose of the start image."""
@@ -156,7 +155,7 @@ class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def codec(self) -> VideoCodec:
-        """Codec of the frames."""
+        """Frame codec."""
         match self.realtime_output_format:
             case None:
                 return "raw"
@@ -181,8 +180,8 @@ class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
     def window(
         self, most_frames: int | None, most_sinks: int | None
     ) -> tuple[int | None, int | None]:
-        """Return the attention window and the number of sink frames of the session. None stands for
-        the server's value.
+        """Return the session's attention window and number of sink frames. None means the server's
+        value.
 
         Values above the server's are reduced to the server's values, because the original web page
         always sends 18 and 9.
@@ -200,7 +199,7 @@ class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def script(self, space: ActionSpace = CAMERA_SPACE) -> ControlScript | ControlStates | None:
-        """Return the actions of the first chunks, if the client sent any.
+        """Return the actions for the first chunks, if the client sent any.
 
         Raises:
             EndpointError: The actions are invalid.
@@ -216,45 +215,45 @@ class EventMessage(msgspec.Struct, frozen=True):
     """A control event during the stream."""
 
     updates: tuple[Update, ...]
-    """Updates that the event consists of, which are applied together."""
+    """The event's updates, which are applied together."""
     event_id: int | None
-    """Id that the client gave to the event."""
+    """Id that the client assigned to the event."""
 
 
 class ControlMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """Extension `control`: pauses, resumes, restarts or stops the session."""
+    """`control` extension: pauses, resumes, restarts or stops the session."""
 
     type: Literal["control"]
-    """Type of the message."""
+    """Message type."""
     op: Literal["pause", "resume", "reset", "stop"]
     """Operation to perform."""
     id: EventId | Annotated[str, msgspec.Meta(max_length=128)] | None = None
-    """Id of the message, which the server returns in `control_result`."""
+    """Message id, which the server returns in `control_result`."""
 
 
 class CreditMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """Extension `credit`: allows the server to send more chunks."""
+    """`credit` extension: allows the server to start additional chunks."""
 
     type: Literal["credit"]
-    """Type of the message."""
+    """Message type."""
     chunks: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
     """Number of additional chunks that may start."""
 
 
 class PingMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """Extension `ping`. The server replies with `pong`."""
+    """`ping` extension. The server replies with `pong`."""
 
     type: Literal["ping"]
-    """Type of the message."""
+    """Message type."""
     t: float | None = None
     """The client's timestamp, which the server returns in `pong`."""
 
 
 class KeyFrameMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """Extension `key_frame`: makes the next `h264` chunk start with a key frame."""
+    """`key_frame` extension: makes the next `h264` chunk start with a key frame."""
 
     type: Literal["key_frame"]
-    """Type of the message."""
+    """Message type."""
 
 
 Extra = ControlMessage | CreditMessage | PingMessage | KeyFrameMessage
@@ -282,8 +281,8 @@ def parse_init(
     """Parse and check an `init` message.
 
     Raises:
-        EndpointError: The message is invalid. The error text is logged, and sent to clients that
-            have extensions.
+        EndpointError: The message is invalid. The error text is logged, and also sent to clients
+            that use extensions.
     """
     init = _convert(value, InitMessage)
     for name in _NOT_OFFERED:
@@ -321,9 +320,9 @@ class EventReader:
     """Parses the events of one client."""
 
     limits: EndpointLimits
-    """Limits on the contents of messages."""
+    """Limits on message contents."""
     space: ActionSpace = CAMERA_SPACE
-    """Controls of the model."""
+    """The model's controls."""
     granted: tuple[str, ...] = ()
     """Extensions that the client has enabled."""
 
@@ -331,7 +330,7 @@ class EventReader:
         """Parse and check one event.
 
         Raises:
-            EndpointError: A part of the event is invalid, so the whole event is refused.
+            EndpointError: Part of the event is invalid, so the whole event is refused.
         """
         event_id = _event_id(value)
         kind, payload = value.get("kind"), value.get("payload")
@@ -382,7 +381,7 @@ class EventReader:
 
 
 def _event_id(value: Any) -> int | None:
-    """Return the id of a message if it is an event.
+    """Return the id of a message that is an event.
 
     Raises:
         EndpointError: The message is not an event, or its id is invalid.
@@ -401,7 +400,7 @@ def _event_id(value: Any) -> int | None:
 
 
 def parse_extra(value: Any, granted: tuple[str, ...]) -> Extra | None:
-    """Return a parsed message of a granted extension, or None for any other message."""
+    """Parse a message that belongs to a granted extension. Return None for any other message."""
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in _EXTRAS or _EXTRAS[kind][0] not in granted:
         return None
@@ -411,7 +410,7 @@ def parse_extra(value: Any, granted: tuple[str, ...]) -> Extra | None:
 def error_reply(
     error: EndpointError, content: str, granted: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Return an `error` message, which contains details only for clients that have extensions."""
+    """Return an `error` message, which contains details only for clients that use extensions."""
     reply: dict[str, Any] = {"type": "error", "content": content}
     if granted:
         reply |= {

@@ -2,9 +2,10 @@
 """`SessionMigration`: writes sessions of this API server process to files and restores them.
 
 If a request is running, the snapshot contains the state after its last finished chunk. A restored
-session belongs to the client that restored it, and continues at the same chunk on every endpoint
-that can continue sessions. Snapshots in transit are stored in `staging`, and snapshots that outlive
-the server in `persistent_dir`. Other users of the machine cannot read either directory.
+session belongs to the client that restored it. The session can continue at the same chunk on any
+endpoint that can continue sessions. Snapshots in transit are stored in `staging`, and snapshots
+that outlive the server in `persistent_dir`. Other users of the machine cannot read either
+directory.
 """
 
 import asyncio
@@ -44,7 +45,7 @@ class SessionOwner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     principal: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]{1,32}\Z")]
     """Digest of the client's API key, or `anonymous`."""
     session_id: SessionId
-    """The client's id of the session."""
+    """The client's id for the session."""
     client: Annotated[str, msgspec.Meta(max_length=256)]
     """Client whose limits and quotas apply to the session."""
 
@@ -55,7 +56,7 @@ class SnapshotScalars(msgspec.Struct, frozen=True):
     prompt: str
     """Current prompt."""
     seed: int | None = None
-    """Seed of the session. None: the seed is unknown."""
+    """The session's seed. None: the seed is unknown."""
 
 
 class SessionMigration:
@@ -63,8 +64,8 @@ class SessionMigration:
 
     Args:
         manager: Sessions of this process.
-        staging: Staging directory that the workers can also access.
-        persistent_dir: Directory of snapshots that outlive this server. None: sessions are
+        staging: Staging directory, which the workers can also access.
+        persistent_dir: Directory for snapshots that outlive this server. None: sessions are
             discarded at shutdown.
         snapshot_period_s: Seconds between periodic snapshots of a live session. Default: sessions
             are saved only at shutdown.
@@ -83,8 +84,8 @@ class SessionMigration:
         if persistent_dir is None:
             return
         persistent_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # A periodic snapshot belongs to its process for as long as the process lives, so the lock
-        # of the process must be in the directory, where other servers check it.
+        # A periodic snapshot belongs to its process for as long as the process lives, so the
+        # process's lock must be in the directory, where other servers check it.
         self._persistent_staging = (
             staging if snapshot_period_s is None else StagingDirectory(persistent_dir)
         )
@@ -107,7 +108,8 @@ class SessionMigration:
             owner: Session owner to write to the header. Default: the snapshot has no owner.
 
         Raises:
-            EndpointError: For example `unknown_session` or `session_busy`.
+            EndpointError: The session cannot be saved. The code is, for example, `unknown_session`
+                or `session_busy`.
         """
         engine = self.manager.engine
         return await self._repeated(
@@ -125,10 +127,11 @@ class SessionMigration:
             is_playing: Whether the session may run chunks during the copy.
 
         Returns:
-            `(header, num_bytes)`: the header of the file, and the number of bytes written.
+            `(header, num_bytes)`: the file header, and the number of bytes written.
 
         Raises:
-            EndpointError: For example `unknown_session` or `session_busy`.
+            EndpointError: The session cannot be saved. The code is, for example, `unknown_session`
+                or `session_busy`.
         """
         engine, owner = self.manager.engine, owner_of_session(session)
         return await self._repeated(
@@ -144,7 +147,7 @@ class SessionMigration:
                     raise EndpointError("unknown_session", "the session has no finished chunk yet")
                 try:
                     return await save()
-                # A chunk finished between the two worker calls that a snapshot takes.
+                # A chunk finished between the two worker calls that a snapshot requires.
                 except EndpointError as error:
                     if error.code != "session_busy" or attempt == _ATTEMPTS - 1:
                         raise
@@ -155,14 +158,15 @@ class SessionMigration:
         """Restore a session from a snapshot file.
 
         Args:
-            key: Principal and id of the new session.
+            key: The new session's principal and id.
             client: Client whose limits apply to the session.
             path: Snapshot file.
-            endpoint: Name of the endpoint in metrics.
+            endpoint: Endpoint name in metrics.
 
         Raises:
-            EndpointError: For example `session_exists`. The failed restore does not change the
-                state of existing sessions, but an unused one may have been closed to make room.
+            EndpointError: The session cannot be restored. The code is, for example,
+                `session_exists`. A failed restore does not change existing sessions, but an unused
+                session may have been closed to make room.
         """
         if self.manager.find(key) is not None:
             raise EndpointError(
@@ -200,12 +204,12 @@ class SessionMigration:
     def _note_state(
         self, session: Session, header: SnapshotHeader, scalars: Mapping[str, Any]
     ) -> None:
-        """Copy the frame size, prompt and seed of a snapshot to the `Session` object.
+        """Copy a snapshot's frame size, prompt and seed to the `Session` object.
 
         If the snapshot is invalid, the session is closed in the engine.
 
         Raises:
-            EndpointError: `invalid_snapshot`, because the file is not a snapshot of a world model.
+            EndpointError: `invalid_snapshot` if the file is not a snapshot of a world model.
         """
         try:
             world = msgspec.convert(dict(scalars), SnapshotScalars)
@@ -286,8 +290,8 @@ class SessionMigration:
         return count
 
     def sweep(self) -> None:
-        """Remove files that killed servers have left behind: staged snapshots and incomplete
-        persistent snapshots.
+        """Remove files that killed servers have left behind: staged snapshots, and incomplete or
+        expired persistent snapshots.
         """
         dead = self.staging.sweep()
         if self.persistent_dir is not None:
@@ -297,8 +301,8 @@ class SessionMigration:
         """Write a live session to a new file without pausing it.
 
         Returns:
-            `(header, seconds)`: the header of the snapshot, and the time in seconds that the engine
-            spent on it.
+            `(header, seconds)`: the snapshot header, and the time in seconds that the engine spent
+            on the snapshot.
 
         Raises:
             EndpointError: The engine could not save the session.
@@ -320,14 +324,14 @@ class SessionMigration:
 
 
 def owner_of_session(session: Session) -> dict[str, str]:
-    """Return the owner of a session in the form in which a snapshot header stores it."""
+    """Return a session's owner in the form that snapshot headers use."""
     principal, session_id = session.key
     owner: dict[str, str] = msgspec.to_builtins(SessionOwner(principal, session_id, session.client))
     return owner
 
 
 def frames_before(info: StreamInfo, chunk_index: int) -> int:
-    """Return the number of pixel frames of a session that precede a chunk."""
+    """Return the number of a session's pixel frames that precede a chunk."""
     return (
         0 if chunk_index == 0 else info.first_chunk_frames + info.chunk_frames * (chunk_index - 1)
     )

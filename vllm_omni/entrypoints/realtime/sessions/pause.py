@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionPause` runs work between two chunks of a session. `Destination` is the server to which a
-session has moved.
+"""`SessionPause` runs work between two of a session's chunks. `Destination` is the server that a
+session has moved to.
 
-During a pause, no request of the session is in the engine, so the state of the session does not
-change. A running request continues after the pause, unless the session has left this server.
+During a pause, none of the session's requests is in the engine, so the session's state does not
+change. If the session stays on this server, a request that was running continues after the pause.
 """
 
 import asyncio
@@ -16,20 +16,20 @@ from vllm_omni.entrypoints.errors import EndpointError
 
 @dataclass(frozen=True)
 class Destination:
-    """The server on which a session continues."""
+    """The server that a session continues on."""
 
     server: str
     """Name of the server."""
     url: str | None
-    """URL at which clients reach the server. None: clients use the same address as before, together
-    with the server's name.
+    """URL where clients can reach the server. None: clients use the same address as before,
+    together with the server's name.
     """
     next_chunk_index: int
     """Index of the session's next chunk."""
 
     def as_error(self) -> EndpointError:
-        """Return the error that ends a request of a moved session. Endpoints do not report this
-        error to clients as a failure.
+        """Return the error that ends a moved session's request. Endpoints do not report this error
+        to clients as a failure.
         """
         return EndpointError(
             "moved",
@@ -45,24 +45,25 @@ async def _at_once() -> None:
 
 
 class SessionPause:
-    """A pause between two chunks of a session, during which some work runs.
+    """A pause between two of a session's chunks, during which some work runs.
 
     Args:
-        work: Coroutine function that runs during the pause, and returns the new server of the
-            session or None if the session stays.
+        work: Coroutine function that runs during the pause. It returns the session's new server, or
+            None if the session stays.
     """
 
     def __init__(self, work: "Callable[[SessionPause], Awaitable[Destination | None]]") -> None:
         self._work = work
         self.is_started = False
         self.is_cancelled = False
-        """Whether the paused request has been cancelled. The session then ends after the pause."""
+        """Whether the paused request has been cancelled. If so, the session ends after the pause.
+        """
         self.wait_until_delivered: Callable[[], Awaitable[None]] = _at_once
         """Function that waits until the clients have received all finished chunks."""
         self.stream_state: Callable[[], bytes | None] = lambda: None
         """Function that returns the controls of the paused request (`ChunkSource.state`)."""
         self.done: asyncio.Future[Destination | None] = asyncio.get_running_loop().create_future()
-        """Future with the result of the work."""
+        """Future that receives the work's result."""
 
     async def run(self) -> None:
         """Run the work once. If the caller is cancelled, the work still runs to completion."""
@@ -82,13 +83,13 @@ class SessionPause:
             self.done.cancel()
         elif (error := work.exception()) is not None:
             self.done.set_exception(error)
-            self.done.exception()  # retrieve it, so that asyncio does not report it
+            self.done.exception()  # retrieve the exception so that asyncio does not report it
         else:
             self.done.set_result(work.result())
 
 
 class PauseSlot:
-    """Allows at most one pause of a session at a time.
+    """Allows at most one pause per session at a time.
 
     Args:
         turn: Lock that is held while a request is running and during a pause.
@@ -97,17 +98,18 @@ class PauseSlot:
     def __init__(self, turn: asyncio.Lock) -> None:
         self._turn = turn
         self.pending: SessionPause | None = None
-        """Pause that has been requested or is running. None: there is no such pause."""
+        """Pause that has been requested or is running. None: no pause has been requested."""
         self.requested = asyncio.Event()
         """Event that is set while a pause is requested or running."""
 
     def request(
         self, work: Callable[[SessionPause], Awaitable[Destination | None]]
     ) -> SessionPause:
-        """Request a pause. If a request is running, it executes the pause before its next chunk.
+        """Request a pause. If a request is running, that request executes the pause before its next
+        chunk.
 
         Raises:
-            EndpointError: `session_busy`, because a pause has already been requested.
+            EndpointError: `session_busy` if another pause has already been requested.
         """
         if self.pending is not None:
             raise EndpointError("session_busy", "the session is being moved")
@@ -130,7 +132,7 @@ class PauseSlot:
         return await pause.done
 
     async def run(self, pause: SessionPause) -> None:
-        """Run the work of a pause if it has not run yet. The caller must hold `turn`."""
+        """Run a pause's work if it has not run yet. The caller must hold `turn`."""
         if pause.is_started:
             return
         try:

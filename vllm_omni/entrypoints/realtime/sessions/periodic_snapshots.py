@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PeriodicSnapshots`: saves live sessions periodically, which limits the loss after a crash.
+"""`PeriodicSnapshots`: saves live sessions periodically to limit what a crash loses.
 
-Sessions are saved one at a time. Among the sessions that have finished a chunk since their last
-snapshot, the one with the oldest snapshot is saved first. After a snapshot, the next one is delayed
-until snapshots take at most `_SHARE` of the engine's time, so the interval adapts to the machine.
-If a snapshot cannot be written, the previous one is retained. When a session ends, its snapshot is
-removed. If the engine dies, the snapshots are retained for the next server.
+Sessions are saved one at a time. Of the sessions that have finished a chunk since their last
+snapshot, the session with the oldest snapshot is saved first. After a snapshot, the next one is
+delayed until snapshots take at most `_SHARE` of the engine's time, so the interval adapts to the
+machine. If a snapshot cannot be written, the previous one is retained. When a session ends, its
+snapshot is removed. If the engine dies, the snapshots are retained for the next server.
 """
 
 import asyncio
@@ -39,12 +39,12 @@ _LONGEST_TICK_S: Final = 0.25
 
 @dataclass
 class _Saved:
-    """State of the last periodic snapshot of a session."""
+    """State of a session's last periodic snapshot."""
 
     chunk: int
     """Index of the session's next chunk according to the snapshot, or 0 if there is no snapshot."""
     tried_s: float
-    """Monotonic time in seconds of the last attempt to save the session."""
+    """Monotonic time in seconds when the last attempt to save the session was made."""
     path: Path | None = None
     """Path of the snapshot. None: the session has not been saved yet."""
 
@@ -54,10 +54,10 @@ class PeriodicSnapshots:
 
     Args:
         manager: Sessions of this process.
-        persistent_dir: Directory of the snapshots.
+        persistent_dir: Directory for the snapshots.
         write: Function that saves a session to a new file, and returns the header and the time in
             seconds that the engine spent on the snapshot.
-        period_s: Seconds between two snapshots of a session.
+        period_s: Seconds between two snapshots of the same session.
     """
 
     def __init__(
@@ -84,17 +84,17 @@ class PeriodicSnapshots:
         self.task = self._manager.spawn_background(self._run())
 
     def adopt(self, session: Session, path: Path, next_chunk: int) -> None:
-        """Use the file from which a session was restored as its first periodic snapshot.
+        """Use the file that a session was restored from as the session's first periodic snapshot.
 
         Args:
             session: The session.
-            path: Path of the file, which is moved into the directory of snapshots.
-            next_chunk: Index of the session's next chunk in the file.
+            path: Path of the file, which is moved into the snapshot directory.
+            next_chunk: Index of the session's next chunk according to the file.
         """
         own = self._persistent_dir.periodic_path(session.key)
         try:
             path.rename(own)
-        except OSError:  # the file is in another file system
+        except OSError:  # the file is on another file system
             partial = self._persistent_dir.partial_path(own)
             shutil.copyfile(path, partial)
             partial.rename(own)
@@ -102,14 +102,15 @@ class PeriodicSnapshots:
         self._saved[session.engine_id] = _Saved(next_chunk, time.monotonic(), own)
 
     def discard_snapshot(self, engine_id: str) -> None:
-        """Remove the snapshot of a session that has ended, unless the engine is dead."""
+        """If the engine is alive, remove the snapshot of a session that has ended."""
         self._withheld.discard(engine_id)
         saved = self._saved.pop(engine_id, None)
         if saved is not None and saved.path is not None and not self._manager.engine.is_dead:
             saved.path.unlink(missing_ok=True)
 
     def withhold(self, session: Session) -> None:
-        """Hide the snapshot of a session from other servers, and stop writing new ones.
+        """Hide a session's snapshot from other servers, and stop writing new snapshots of the
+        session.
 
         If another server restored the snapshot of a session that is being moved, there would be two
         copies of the session.
@@ -145,7 +146,7 @@ class PeriodicSnapshots:
 
     def _due(self) -> Session | None:
         """Return the session to save next, or None if no session needs a snapshot now. Sessions
-        that have never been saved come first, followed by those with the oldest last attempt.
+        that have never been saved come first, followed by the session whose last attempt is oldest.
         """
         now_s, due = time.monotonic(), []
         for session in self._manager.sessions():
@@ -179,7 +180,8 @@ class PeriodicSnapshots:
         except (EndpointError, OSError) as error:
             self._note_trouble(session, error)
             return 0.0
-        # Discard the snapshot if the session has ended or is being moved, or if draining saves it.
+        # Discard the snapshot if the session has ended or is being moved, or if draining will save
+        # the session.
         if (
             session.engine_id != engine_id
             or engine_id in self._withheld

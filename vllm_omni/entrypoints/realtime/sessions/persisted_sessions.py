@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PersistedSessions`: manages the directory of snapshots that outlive their server process.
+"""`PersistedSessions`: manages the directory for snapshots that outlive their server process.
 
 The directory contains three kinds of files. `<digest>.session.safetensors` is a session that a
 server saved at shutdown. `<digest>.<owner>.session.safetensors` is a periodic snapshot that belongs
@@ -36,10 +36,10 @@ _LIFETIME_S: Final = 86_400.0
 
 
 class PersistedSessions:
-    """Paths of snapshots in one directory.
+    """Manages the snapshots in one directory.
 
     Args:
-        folder: Path of the directory. A missing directory is created.
+        folder: Path of the directory. If the directory does not exist, it is created.
         owner: Name of this process (`StagingDirectory.owner`). For periodic snapshots, it must be
             the name that the process uses in the staging directory.
     """
@@ -49,7 +49,7 @@ class PersistedSessions:
         self.folder, self._owner = folder, owner
 
     def final_path(self, key: SessionKey) -> Path:
-        """Return the path for a session that is saved at shutdown."""
+        """Return the path for a session saved at shutdown."""
         return self.folder / f"{_digest(key)}{SUFFIX}"
 
     def periodic_path(self, key: SessionKey) -> Path:
@@ -57,7 +57,7 @@ class PersistedSessions:
         return self.folder / f"{_digest(key)}.{self._owner}{SUFFIX}"
 
     def partial_path(self, final: Path) -> Path:
-        """Return the path at which a file is written before it is renamed to `final`."""
+        """Return the path that a file is written to before it is renamed to `final`."""
         return final.with_name(f"{final.name.removesuffix(SUFFIX)}.{self._owner}{_PARTIAL}")
 
     def lost_path(self, key: SessionKey) -> Path:
@@ -89,8 +89,8 @@ class PersistedSessions:
         return [path for _, path in sorted(newest.values())]
 
     def sweep(self, dead: set[str]) -> None:
-        """Remove expired snapshots, and the incomplete files of the dead processes named in
-        `dead`.
+        """Remove expired snapshots, and incomplete files that are abandoned or belong to one of the
+        dead processes named in `dead`.
         """
         now_s = time.time()
         for partial in self.folder.glob(f"*{_PARTIAL}"):
@@ -126,14 +126,14 @@ class PersistedSessions:
 
 @contextlib.contextmanager
 def claimed(path: Path) -> Iterator[bool]:
-    """Lock a snapshot for the duration of the `with` block, so that no other API server process
+    """Lock a snapshot for the duration of the `with` block so that no other API server process
     restores it.
 
     If this process dies, the lock is released, and the next server may restore the snapshot.
 
     Yields:
-        True if this process holds the lock. False if the file is locked or missing, or cannot be
-        opened.
+        True if this process holds the lock. False if the file is already locked, is missing or
+        cannot be opened.
     """
     try:
         file = open_regular(path)

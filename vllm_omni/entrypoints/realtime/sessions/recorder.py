@@ -3,8 +3,8 @@
 
 The file format is defined in `vllm_omni/session_files/recording.py`. A single thread computes
 digests and writes files in order while the engine keeps running. If the thread falls behind, chunks
-wait for it. A session that was restored from a snapshot is not recorded. The recording of a branch
-starts with a copy of its parent's recording.
+wait for it. A session restored from a snapshot is not recorded. A branch's recording starts with a
+copy of its parent's recording.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class SessionRecorder:
     """Records sessions to files that only their owner can read.
 
     Args:
-        folder: Directory of the recordings. A missing directory is created.
+        folder: Directory for the recordings. If the directory does not exist, it is created.
         header: Configuration of the served model.
     """
 
@@ -58,8 +58,8 @@ class SessionRecorder:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="omni-recorder")
         self._pending: set[Future[None]] = set()
         self._ended: set[Path] = set()
-        """Paths of recordings that ended early because of a write error. The set is accessed only
-        on the writer thread.
+        """Paths of recordings that ended early due to a write error. The set is accessed only on
+        the writer thread.
         """
 
     async def finished(
@@ -88,7 +88,7 @@ class SessionRecorder:
         self._submit(params, arrays, lambda: None)
 
     def forked(self, session_id: str, fork_to: str) -> None:
-        """Start the recording of a branch."""
+        """Start a branch's recording."""
         source = self._paths.get(session_id)
         if source is not None:
             target = self._paths[fork_to] = self._new_path(fork_to)
@@ -172,7 +172,7 @@ def _new_file(path: Path) -> BinaryIO:
 
 
 def recording_header(vllm_config: "VllmConfig") -> RecordingHeader:
-    """Return the configuration of the served model that a replay requires."""
+    """Return the served model's configuration, which a replay requires."""
     config, parallel = vllm_config.model_config, vllm_config.parallel_config
     additional = vllm_config.additional_config
     return RecordingHeader(

@@ -10,7 +10,7 @@ from vllm_omni.entrypoints.realtime.sessions.run import FinishedChunk, ReplyOpti
 
 
 class StoreReply(Protocol):
-    """Function that stores one reply of a chunk, called on the event loop."""
+    """Function that stores one of a chunk's replies. It is called on the event loop."""
 
     def __call__(self, part: int, payload: Sized, is_last: bool) -> None: ...
 
@@ -30,8 +30,8 @@ async def render_replies(
         replies: Options that determine how the chunk is encoded.
         chunk: Finished chunk to encode.
         off_loop: Function that runs another function on a worker thread.
-        store: Function that stores one reply. The last reply is stored after the trace of the chunk
-            has ended.
+        store: Function that stores one reply. The last reply is stored after the chunk's trace has
+            ended.
     """
     started_ns = time.time_ns()
     loop = asyncio.get_running_loop()

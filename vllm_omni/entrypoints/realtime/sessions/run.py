@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs of a request (`SessionJob`), its replies (`SessionRun`), its chunks in the engine
-(`ChunksInFlight`), and the recent requests of a session (`DeliveryLog`).
+"""A request's inputs (`SessionJob`), replies (`SessionRun`) and chunks in the engine
+(`ChunksInFlight`), and a session's recent requests (`DeliveryLog`).
 
-A run outlives the connection that requested it. The replies of a run are numbered, and the session
+A run can outlive the connection that requested it. A run's replies are numbered, and the session
 retains them. A client that reconnects can therefore receive replies again or follow a run in
-progress. The `ChunkSource` of a job determines which chunks are generated. This module does not
-depend on message formats or sockets.
+progress. A job's `ChunkSource` determines which chunks are generated. This module does not depend
+on message formats or sockets.
 """
 
 import asyncio
@@ -47,16 +47,16 @@ from vllm_omni.inputs import Output
 _REMEMBERED_RUNS: Final = 64
 
 Deliver = Callable[[Any], Awaitable[None]]
-"""Function that sends the payload of one reply to the client."""
+"""Function that sends one reply's payload to the client."""
 
 
 class FinishedChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished chunk with the metadata required for its replies."""
+    """A finished chunk, with the metadata that its replies require."""
 
     session_id: str
-    """Id of the session, as clients use it."""
+    """Session id that clients use."""
     request_id: str
-    """Id of the request."""
+    """Request id."""
     sizes: tuple[int, ...]
     """Number of pixel frames in each chunk of the request. For a live request, the tuple contains
     only the size of this chunk.
@@ -70,15 +70,15 @@ class FinishedChunk(msgspec.Struct, frozen=True, kw_only=True):
     first_frame: int
     """Index of the chunk's first pixel frame within the session."""
     seed: int | None
-    """Seed of the session. None: the seed is unknown."""
+    """The session's seed. None: the seed is unknown."""
     prompt_applied: bool
     """Whether a new prompt took effect with this chunk."""
     warnings: tuple[str, ...]
     """Warnings for the client. Only the first chunk of a request can have warnings."""
     controls: ChunkControls
-    """Controls with which the chunk was generated."""
+    """Controls used to generate the chunk."""
     encoders: SessionEncoders
-    """Encoders of the session."""
+    """The session's encoders."""
 
     def stamped_frames(self, fps: float) -> StampedFrames:
         """Return the chunk's frames with their stamps.
@@ -97,26 +97,26 @@ class FinishedChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class SessionStart:
-    """Parameters with which a request starts its session, if the session has not started."""
+    """Parameters for starting a session, used if the request's session has not started yet."""
 
     load_image: Callable[[int, int], np.ndarray] | None = None
-    """Function that returns the start image, uint8 `[H, W, 3]`, for a given `(height, width)`,
-    called on a worker thread. None: the session has no start image.
+    """Function that returns the start image, uint8 `[H, W, 3]`, for a given `(height, width)`. It
+    is called on a worker thread. None: the session has no start image.
     """
     images: Mapping[str, Any] = field(default_factory=dict)
     """Named images (`ActionSpace.images`). Each image is a file, a `data:` URL or an array."""
     seed: int | None = None
     """Noise seed. The value -1 selects a random seed. Default: the model's default seed."""
     height: int | None = None
-    """Height of the frames in pixels. Default: the server's height."""
+    """Frame height in pixels. Default: the server's height."""
     width: int | None = None
-    """Width of the frames in pixels. Default: the server's width."""
+    """Frame width in pixels. Default: the server's width."""
     window_frames: int | None = None
-    """Attention window in latent frames. Default: the server's window."""
+    """Attention window in latent frames. Default: the server's attention window."""
     sink_frames: int | None = None
-    """Number of sink frames of the attention window. Default: the server's number."""
+    """Number of sink frames in the attention window. Default: the server's number."""
     restart: bool = False
-    """Whether to discard the existing state of the session and start again. Default: False."""
+    """Whether to discard the session's existing state and restart the session. Default: False."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,49 +124,49 @@ class ReplyOptions:
     """Options that determine how finished chunks become replies."""
 
     render: Callable[[FinishedChunk], Iterable[Sized]]
-    """Function that encodes a chunk as replies. The `len` of a reply is its size in bytes. The
-    function is called on a worker thread unless `inline` is set. A reply may be sent before the
-    next reply is encoded.
+    """Function that encodes a chunk as replies. A reply's `len` is its size in bytes. If `inline`
+    is not set, the function is called on a worker thread. A reply may be sent before the next reply
+    is encoded.
     """
     inline: bool = False
-    """Whether to call `render` on the event loop because it takes less time than a thread switch.
-    Default: False.
+    """Whether to call `render` on the event loop, for renderers that take less time than a thread
+    switch. Default: False.
     """
     keep: bool = True
-    """Whether to retain delivered replies, so that a client that reconnects can receive them again.
+    """Whether to retain delivered replies, so that a reconnecting client can receive them again.
     Default: True.
     """
     unsent_chunks: int | None = None
     """Maximum number of finished chunks that may wait for the client.
 
-    Default: `unsent_chunks` of `EndpointLimits`.
+    Default: `EndpointLimits.unsent_chunks`.
     """
     fps: float | None = None
-    """Playback rate of the client in frames per second. Default: the server's target."""
+    """The client's playback rate in frames per second. Default: the server's target."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionJob:
-    """The validated inputs of one request."""
+    """One request's validated inputs."""
 
     request_id: str
-    """Id of the request, which is unique within the session."""
+    """Request id, which is unique within the session."""
     source: ChunkSource
     """Source of the request's chunks and their controls."""
     replies: ReplyOptions
     """Options that determine how finished chunks become replies."""
     start: SessionStart = SessionStart()
-    """Parameters that are used if the request starts the session."""
+    """Parameters used if the request starts the session."""
     digest: bytes = b""
-    """Digest of the request's content, which distinguishes a repetition of the request from a
-    different request with the same id.
+    """Digest of the request's content, which distinguishes a repeated request from a different
+    request that has the same id.
     """
     chunk_index: int | None = None
     """Index that the session's next chunk must have. Default: any index is accepted."""
     options: dict[str, Any] = field(default_factory=dict)
     """Model options, which apply to every chunk."""
     output: Output = "rgb"
-    """Kind of results to generate, which must be the same for all requests of a session. Default:
+    """Kind of output to generate. All of a session's requests must use the same kind. Default:
     `rgb` frames.
     """
     trajectory: bool = False
@@ -185,9 +185,10 @@ class EncodedReply(msgspec.Struct, frozen=True):
     num_bytes: int
     """Size of the message in bytes."""
     num_frames: int = 0
-    """Number of pixel frames in the whole chunk if this is its first message, otherwise 0."""
+    """Number of pixel frames in the whole chunk if this is the chunk's first message, otherwise 0.
+    """
     trace: ChunkTrace | None = None
-    """Trace of the chunk, which is set only for the chunk's last message. The `transport` span ends
+    """The chunk's trace, which is set only for the chunk's last message. The `transport` span ends
     when that message has been delivered.
     """
 
@@ -199,14 +200,14 @@ class _Follower:
 
 
 class ChunksInFlight(deque[asyncio.Task[ChunkResult]]):
-    """Chunks of a run that are in the engine, oldest first."""
+    """A run's chunks in the engine, oldest first."""
 
     def start(self, chunk: Coroutine[Any, Any, ChunkResult]) -> None:
         self.append(asyncio.get_running_loop().create_task(chunk))
 
     def take_finished(self) -> list[ChunkResult]:
-        """Remove and return all leading chunks that succeeded, up to the first chunk that is
-        running or has failed.
+        """Remove and return the results of all leading chunks that succeeded, up to the first chunk
+        that is running or has failed.
         """
         finished = []
         while self and self[0].done() and not self[0].cancelled() and self[0].exception() is None:
@@ -219,7 +220,7 @@ class ChunksInFlight(deque[asyncio.Task[ChunkResult]]):
 
     async def wait_for_end(self) -> None:
         await asyncio.wait(self)
-        for task in self:  # retrieve every exception, so that asyncio does not report it
+        for task in self:  # retrieve every exception so that asyncio does not report it
             if not task.cancelled():
                 task.exception()
 
@@ -234,13 +235,13 @@ class HeldBytes:
 
 @dataclass(eq=False)
 class SessionRun:
-    """The execution of one request: its plan, its replies and its outcome."""
+    """One request's execution: its plan, its replies and its outcome."""
 
     job: SessionJob
     """Inputs of the request."""
     sizes: tuple[int, ...] = ()
-    """Number of pixel frames in each chunk, set before the first chunk starts. The tuple is empty
-    for a live run.
+    """Number of pixel frames in each chunk. The value is set before the first chunk starts. The
+    tuple is empty for a live run.
     """
     first_chunk: int = 0
     """Index of the run's first chunk within the session."""
@@ -259,25 +260,25 @@ class SessionRun:
     finished: bool = False
     """Whether the run has ended."""
     error: EndpointError | None = None
-    """Error with which the run failed. None: the run has not failed."""
+    """Error that the run failed with. None: the run has not failed."""
     task: "asyncio.Task[EndpointError | None] | None" = None
     """Task that generates the chunks."""
     started_s: float = field(default_factory=time.monotonic)
-    """Monotonic time in seconds at which the last attempt started."""
+    """Monotonic time in seconds when the last attempt started."""
     controls: deque[ChunkControls] = field(default_factory=deque)
     """Controls of the chunks in flight."""
     retained_bytes: int = 0
     """Size of the retained replies in bytes."""
     held: HeldBytes = field(default_factory=HeldBytes)
-    """Counter over several runs, whose total includes `retained_bytes`."""
+    """Counter that several runs share. Its total includes `retained_bytes`."""
     dropped: Callable[[int], None] = lambda num_frames: None
-    """Function that is called with the number of frames that are dropped before they were
-    delivered.
-    """
+    """Function that is called with the number of frames dropped before delivery."""
     _follower: "_Follower | None" = None
     """Connection that currently receives the replies. None: no connection receives them."""
     _waiting: list[asyncio.Future[None]] = field(default_factory=list)
-    """Futures of tasks that are waiting for the next reply, delivery or end."""
+    """Futures of tasks that are waiting for the next reply, the next delivery or the end of the
+    run.
+    """
 
     @property
     def has_follower(self) -> bool:
@@ -289,7 +290,7 @@ class SessionRun:
 
     @property
     def num_chunks(self) -> int | None:
-        """Number of chunks of the run. None: the run continues until it is cancelled."""
+        """Number of chunks in the run. None: the run continues until it is cancelled."""
         return len(self.sizes) or self.job.source.num_chunks
 
     def spans(self, info: StreamInfo) -> Iterator[ChunkSpan]:
@@ -324,7 +325,9 @@ class SessionRun:
         self.held.total += num_bytes
 
     def finish(self, error: EndpointError | None = None) -> None:
-        """Mark the run as ended, and drop its inputs. A repeated request sends the inputs again."""
+        """Mark the run as ended, and drop its inputs. If the client repeats the request, it sends
+        the inputs again.
+        """
         self.finished, self.error = True, error
         self.controls.clear()
         self.job = dataclasses.replace(self.job, source=PlannedChunks(), start=SessionStart())
@@ -339,7 +342,7 @@ class SessionRun:
         self._grow(-self.retained_bytes)
 
     def reopen(self, job: SessionJob) -> None:
-        """Continue an interrupted run with the job of the repeated request.
+        """Continue an interrupted run with the repeated request's job.
 
         Finished chunks and their replies are retained.
         """
@@ -359,11 +362,12 @@ class SessionRun:
             start: Index of the first reply to deliver.
 
         Returns:
-            False if a later call of the same owner superseded this one, otherwise True.
+            False if a later call for the same owner superseded this call, otherwise True.
 
         Raises:
-            EndpointError: The error with which the run failed, `superseded` if another owner
-                follows the run, `resync_required` if replies have been dropped, or `slow_reader`.
+            EndpointError: The error that the run failed with, `superseded` if another owner follows
+                the run, `resync_required` if replies have been dropped, or `slow_reader` if the
+                client reads too slowly.
         """
         me = self._follower = _Follower(owner)
         self.delivered = start
@@ -440,10 +444,10 @@ class SessionRun:
         return len({reply.chunk_index for reply in islice(reversed(self.replies), unsent)})
 
     def drop_oldest(self) -> int:
-        """Drop the oldest reply, if it has been delivered or the run has ended.
+        """Drop the oldest reply if it has been delivered or the run has ended.
 
         Returns:
-            Number of bytes that were freed, or 0 if no reply can be dropped.
+            Number of bytes freed, or 0 if no reply can be dropped.
         """
         if not self.replies or (not self.finished and self.first_retained >= self.delivered):
             return 0
@@ -455,7 +459,9 @@ class SessionRun:
         return oldest.num_bytes
 
     def _notify_waiters(self) -> asyncio.Future[None]:
-        """Return a future that completes at the next reply, delivery or end of the run."""
+        """Return a future that completes at the next reply, at the next delivery or when the run
+        ends.
+        """
         changed = asyncio.get_running_loop().create_future()
         self._waiting.append(changed)
         return changed
@@ -468,7 +474,7 @@ class SessionRun:
 
 
 class DeliveryLog:
-    """The recent requests of a session and their replies, for replay and resume.
+    """A session's recent requests and their replies, for replay and resume.
 
     The number of requests and their total size in bytes are bounded.
     """
@@ -486,10 +492,10 @@ class DeliveryLog:
             next_chunk: Index of the session's next chunk.
 
         Returns:
-            List of `(run, index)`, where `index` is the first reply of the run to deliver.
+            List of `(run, index)`, where `index` is the index of the run's first reply to deliver.
 
         Raises:
-            EndpointError: `resync_required`, because some of these replies have been dropped.
+            EndpointError: `resync_required` if some of these replies have been dropped.
         """
         wanted = 0 if last_chunk is None else last_chunk + 1
         missed: list[tuple[SessionRun, int]] = []
@@ -510,7 +516,7 @@ class DeliveryLog:
         return missed
 
     async def wait_until_delivered(self) -> None:
-        """Wait until every client has received all replies of all finished chunks."""
+        """Wait until every connected client has received all replies of all finished chunks."""
         for run in list(self.runs.values()):
             await run.wait_for_follower()
 
@@ -525,7 +531,7 @@ class DeliveryLog:
                 total -= freed
 
     def evict_old(self) -> None:
-        """Remove the oldest finished requests that exceed the limit on their number."""
+        """Remove the oldest finished requests if there are too many."""
         num_old = len(self.runs) - _REMEMBERED_RUNS
         if num_old <= 0:
             return

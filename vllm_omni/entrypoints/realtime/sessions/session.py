@@ -7,9 +7,9 @@ submits a `SessionJob` to a `Session`, follows the returned `SessionRun`, and de
 `session_manager.py` contains the table of sessions.
 
 Invariants:
-- At most one request of a session is running, and at most one more is waiting.
-- At most `chunks_in_flight` chunks of a session are in the engine.
-- A restarted session gets a new engine id, so late results of the old session never reach it.
+- At most one of a session's requests is running, and at most one more request is waiting.
+- At most `chunks_in_flight` of a session's chunks are in the engine.
+- A restarted session gets a new engine id, so results for the old session never reach it.
 - A session stays in the manager's table for exactly as long as it has engine state or a request.
 """
 
@@ -55,7 +55,7 @@ from vllm_omni.worlds.start_pose import START_POSE, without_start_pose
 
 logger = logging.getLogger("vllm." + __name__)
 
-_MAX_WAITING: Final = 2  # one request runs, one waits
+_MAX_WAITING: Final = 2  # one request runs, and one waits
 
 
 def new_session_id(server_name: str | None = None) -> str:
@@ -70,7 +70,7 @@ def new_session_id(server_name: str | None = None) -> str:
 
 
 class Session:
-    """A session of a client. This class is not thread-safe; use it from a single event loop."""
+    """A client's session. This class is not thread-safe; use it from a single event loop."""
 
     def __init__(
         self, key: SessionKey, manager: "SessionHost[Session]", client: str, endpoint: str
@@ -92,8 +92,8 @@ class Session:
         self.prompt: str | None = None
         self.seed: int | None = None
         self.in_step = True
-        """Whether `next_chunk` is known to match the engine. After an abort, the engine may be one
-        chunk ahead.
+        """Whether `next_chunk` is known to match the engine's position. After an abort, the engine
+        may be one chunk ahead.
         """
         self.connections: set[object] = set()
         """Open connections that have used this session. The endpoints add and remove them."""
@@ -102,20 +102,20 @@ class Session:
         """Monotonic time in seconds of the client's last ping."""
         self.delivery_log = DeliveryLog()
         self.encoders = SessionEncoders(manager.implementations)
-        """Encoders of the session's frames, which persist across requests."""
+        """Encoders for the session's frames, which persist across requests."""
         self.audience = Audience(manager)
-        """Spectators of the session."""
+        """The session's spectators."""
         self._clock = PlayClock()
         self.steering = asyncio.Lock()
         """Lock that is held while an input takes effect and while another server takes over the
         session. The lock ensures that the transferred controls are complete.
         """
         self.stream_state: Callable[[], bytes | None] = lambda: None
-        """Function that returns the controls of a live stream that was moved to this server, until
-        the client's request starts on this server.
+        """Until the client's request starts on this server, this function returns the controls of a
+        live stream that was moved to this server.
         """
         self.destination: Destination | None = None
-        """Server to which the session has been moved. None: the session is on this server."""
+        """Server that the session has been moved to. None: the session is on this server."""
         self.is_visible = True
         """Whether clients may use the session. The value is False while the session is being moved
         to this server.
@@ -141,8 +141,8 @@ class Session:
         return 0.0 if self.is_busy else time.monotonic() - self.last_used_s
 
     def on_removed(self, reason: str) -> None:
-        """End the audience, the quota use, the metrics and the trace spans of the session.
-        Idempotent.
+        """End the session's audience, its use of the client's quota, its metrics and its trace
+        spans. Idempotent.
 
         The manager calls this method when it removes the session from its table. The method does
         not free the state in the engine; `free_engine_state` does.
@@ -158,7 +158,7 @@ class Session:
     @contextlib.contextmanager
     def keep_alive(self) -> Iterator[None]:
         """Protect the session from eviction for the duration of the `with` block, and then remove
-        it from the table if it is empty.
+        it from the table if it has neither state nor requests.
         """
         self._holds += 1
         try:
@@ -172,18 +172,18 @@ class Session:
     def pause(
         self, work: Callable[[SessionPause], Awaitable[Destination | None]]
     ) -> "asyncio.Task[Destination | None]":
-        """Run work between two chunks of the session.
+        """Run work between two of the session's chunks.
 
         Args:
-            work: Coroutine function that runs while no request of the session is in the engine, and
-                returns the new server of the session or None if the session stays. If `work` raises
-                an exception, the session stays.
+            work: Coroutine function that runs while none of the session's requests is in the
+                engine. It returns the session's new server, or None if the session stays. If `work`
+                raises an exception, the session stays.
 
         Returns:
             A task that returns the result of the work.
 
         Raises:
-            EndpointError: `session_busy`, because another pause is pending or running.
+            EndpointError: `session_busy` if another pause is pending or running.
         """
         pause = self._pauses.request(work)
         pause.wait_until_delivered = self.delivery_log.wait_until_delivered
@@ -194,11 +194,10 @@ class Session:
             return await self._pauses.wait(pause)
 
     async def _pause_run(self, pause: SessionPause, run: SessionRun) -> None:
-        """Pause a running request, and run the work of the pause.
+        """Pause a running request, and run the pause's work.
 
         Raises:
-            EndpointError: `moved` or `session_lost`, because the session is no longer on this
-                server.
+            EndpointError: `moved` or `session_lost` if the session is no longer on this server.
         """
         pause.stream_state = run.job.source.state
         await self._pauses.run(pause)
@@ -211,7 +210,7 @@ class Session:
         """Check that the session is still on this server.
 
         Raises:
-            EndpointError: `moved`, because the session continues on another server.
+            EndpointError: `moved` if the session continues on another server.
         """
         if self.destination is not None:
             raise self.destination.as_error()
@@ -231,14 +230,16 @@ class Session:
     # -- requests ----------------------------------------------------------------------------------
 
     def submit(self, job: SessionJob) -> SessionRun:
-        """Start a request and return its run, or return the run of an earlier request with the same
-        id.
+        """Start a request and return its run, or return the run of an earlier request that has the
+        same id.
 
-        A run that is in progress or has succeeded is returned unchanged. An interrupted run
-        continues where it was interrupted.
+        A run that is in progress or has succeeded is returned as is. An interrupted run continues
+        where it was interrupted.
 
         Raises:
-            EndpointError: `request_id_conflict`, `session_busy` or `draining`.
+            EndpointError: `moved` if the session continues on another server, `request_id_conflict`
+                if a different request has the same id, `session_busy` if one request is already
+                waiting, or `draining` if the server accepts no new work.
         """
         self.last_used_s = time.monotonic()
         self._check_present()
@@ -274,7 +275,7 @@ class Session:
         return run
 
     def cancel(self, runs: Iterable[SessionRun] | None = None) -> None:
-        """Cancel runs with the error `cancelled` and abort their chunks in the engine.
+        """Cancel runs with a `cancelled` error, and abort their chunks in the engine.
 
         Args:
             runs: Runs of this session to cancel. Default: all runs.
@@ -296,10 +297,10 @@ class Session:
         return None
 
     def _ended(self, run: SessionRun, task: "asyncio.Task[EndpointError | None]") -> None:
-        """Record the outcome of a run when its task has ended.
+        """Record a run's outcome when its task has ended.
 
-        This method is a done-callback of the task because a task that is cancelled before its first
-        step never runs its own cleanup.
+        This method is a done-callback because a task cancelled before its first step never runs its
+        own cleanup.
         """
         if task.cancelled():
             error: EndpointError | None = EndpointError(
@@ -313,7 +314,7 @@ class Session:
         self._manager.remove_if_empty(self)
 
     async def _generate(self, run: SessionRun) -> None:
-        """Generate the chunks of a run and render their results in order.
+        """Generate a run's chunks, and render their results in order.
 
         Up to `chunks_in_flight` chunks are in the engine. A live run keeps only as many chunks in
         flight as are needed to keep the engine busy, because controls should be sampled as late as
@@ -323,7 +324,7 @@ class Session:
         source, unsent_chunks = run.job.source, run.job.replies.unsent_chunks
         self._check_present()
         self.stream_state = lambda: None  # from now on, the pause provides the controls
-        drain.check()  # checked before a restart may discard the session's state
+        drain.check()  # checked before a restart can discard the session's state
         self.allowance.check_chunk()
         self.meter.request_started()
         start_images, warnings = await self._start(run)
@@ -336,11 +337,10 @@ class Session:
         unsent_chunks = limits.unsent_chunks if unsent_chunks is None else unsent_chunks
 
         def fill() -> bool:
-            """Request as many chunks as allowed. Return True if a quota prevents the next chunk of
-            a live run.
+            """Request as many chunks as allowed. Return True if a quota prevents a live run's next
+            chunk.
             """
-            # Until the position is certain, request one chunk at a time, because the result
-            # contains the engine's position.
+            # Until a result has confirmed the engine's position, request only one chunk at a time.
             while (
                 len(in_flight) < (most_in_flight if self.in_step else 1)
                 and source.ready
@@ -406,12 +406,12 @@ class Session:
             drain.check(next_chunk_index=self.next_chunk)
 
     async def _start(self, run: SessionRun) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-        """Prepare a run: check the position of the session, plan the chunks and load the start
-        images.
+        """Prepare a run: check the session's position, plan the chunks and load the start images.
 
         Returns:
-            `(images, warnings)`. `images` contains the start images as input tensors of a request,
-            and is empty unless the session starts with this run.
+            `(images, warnings)`. `images` contains the start images, which are sent as the
+            request's input tensors. If the session does not start with this run, `images` is empty.
+            `warnings` contains warnings for the client, for example that an input is ignored.
         """
         job, start, info = run.job, run.job.start, self._manager.info
         if start.restart and self.started and not run.completed:
@@ -483,8 +483,8 @@ class Session:
         start_images: dict[str, np.ndarray],
         controls: ChunkControls,
     ) -> ChunkResult:
-        """Request one chunk of a run from the engine. `start_images` contains the input tensors for
-        the session's first chunk.
+        """Request one of a run's chunks from the engine. `start_images` contains the input tensors
+        for the session's first chunk.
 
         Raises:
             EndpointError: The engine refused or aborted the chunk.
@@ -499,9 +499,9 @@ class Session:
         is_start = not self.started and span.number == 0
         if is_start:
             arrays |= start_images
-        # After an abort, only the engine has the current position of the session. In that case, a
-        # new request accepts any position, but a resumed request or a request that names its chunk
-        # requires the position of that chunk.
+        # After an abort, only the engine has the session's current position. In that case, a new
+        # request accepts any position, but a resumed request, or a request that names its chunk,
+        # requires that chunk's position.
         insists = self.in_step or run.attempt > 1 or job.chunk_index is not None
         due = self._due(run, span) if self._manager.info.by_deadline else None
         params = DiffusionParams(
@@ -538,15 +538,15 @@ class Session:
         return result
 
     def _due(self, run: SessionRun, span: ChunkSpan) -> PlayDeadline:
-        """Return the deadline of a chunk, for engines that schedule by deadline."""
+        """Return a chunk's deadline, for engines that schedule by deadline."""
         info = self._manager.info
         return self._clock.schedule_chunk(
             span.num_frames, run.job.replies.fps or info.target_fps or info.fps, time.monotonic()
         )
 
     def _lost(self, error: EndpointError) -> EndpointError:
-        """Return the error to send if the engine does not have the session, or has it at a
-        different position.
+        """Return the error to send if the engine does not have the session or has it at a different
+        position. If the engine does not have the session, its state on this server is also cleared.
         """
         if error.code == "unknown_session":
             self.free_engine_state(in_engine=False)
@@ -601,10 +601,11 @@ class Session:
         await render_replies(run.job.replies, chunk, self._manager.off_loop, store)
 
     def missed_since(self, last_chunk: int | None) -> list[tuple[SessionRun, int]]:
-        """Return the replies after `last_chunk` to replay, as `DeliveryLog.missed_since` does.
+        """Return the replies after `last_chunk` that must be replayed, as
+        `DeliveryLog.missed_since` does.
 
         Raises:
-            EndpointError: `resync_required`, because some of these replies have been dropped.
+            EndpointError: `resync_required` if some of these replies have been dropped.
         """
         return self.delivery_log.missed_since(last_chunk, self.next_chunk)
 
@@ -617,7 +618,7 @@ class Session:
     def _keep(
         self, run: SessionRun, chunk: FinishedChunk, part: int, payload: Sized, is_last: bool
     ) -> None:
-        """Store one reply of a chunk. If it is the last reply, also send the chunk to the
+        """Store one of a chunk's replies. If it is the last reply, also send the chunk to the
         spectators.
         """
         num_frames = len(chunk.result.frames_THWC) if part == 0 else 0
@@ -635,12 +636,12 @@ class Session:
     async def _abort(
         self, run: SessionRun, in_flight: ChunksInFlight, refused: bool = False
     ) -> None:
-        """Process the finished chunks of a run, cancel its other chunks, and update `in_step`.
+        """Process a run's finished chunks, cancel its other chunks, and update `in_step`.
 
         Args:
             run: Run that ends.
-            in_flight: Chunks of the run that are in the engine, oldest first.
-            refused: Whether the engine refused an earlier chunk, in which case no chunk of
+            in_flight: The run's chunks in the engine, oldest first.
+            refused: Whether the engine refused an earlier chunk, in which case no chunk in
                 `in_flight` was committed.
         """
         responded = in_flight.take_finished()
@@ -676,16 +677,16 @@ class Session:
         self.delivery_log.evict_finished()
 
     async def stop(self) -> None:
-        """Cancel all requests, but retain the state of the session."""
+        """Cancel all requests, but retain the session's state."""
         with self.keep_alive():
             self.cancel()
             async with self._next_request:
                 pass
 
     async def reset(self) -> None:
-        """Cancel all requests, and free the state of the session.
+        """Cancel all requests, and free the session's state.
 
-        The session is removed from the table unless another request is waiting.
+        If no other request is waiting, the session is removed from the table.
         """
         with self.keep_alive():
             self.cancel()
@@ -694,10 +695,10 @@ class Session:
                     self.free_engine_state()
 
     async def fork(self, new: "Session") -> None:
-        """Copy the state of the session into `new`, between two chunks.
+        """Copy the session's state into `new` between two chunks.
 
         Raises:
-            EndpointError: `missing_image`, because the session has no state yet.
+            EndpointError: `missing_image` if the session has no state yet.
         """
         with self.keep_alive(), new.keep_alive():
             async with self._next_request:
@@ -713,9 +714,5 @@ class Session:
                     raise
                 new.started, new.in_step = True, self.in_step
                 new.next_chunk, new.next_frame = self.next_chunk, self.next_frame
-                new.height, new.width, new.prompt, new.seed = (
-                    self.height,
-                    self.width,
-                    self.prompt,
-                    self.seed,
-                )
+                new.height, new.width = self.height, self.width
+                new.prompt, new.seed = self.prompt, self.seed

@@ -14,7 +14,7 @@ from vllm_omni.entrypoints.realtime.encoding.implementations import Implementati
 from vllm_omni.entrypoints.realtime.sessions.run import HeldBytes
 
 SessionKey = tuple[str, str]
-"""Key of a session: `(principal, session id)`. The same id denotes different sessions for different
+"""Session key: `(principal, session id)`. The same id denotes different sessions for different
 principals.
 """
 
@@ -23,22 +23,22 @@ S = TypeVar("S", bound=DrainableSession)
 
 
 class SessionHost(Protocol[S]):
-    """The part of the interface of `SessionManager` that sessions use."""
+    """The part of `SessionManager`'s interface that sessions use."""
 
     engine: SessionEngine
     """Interface for engine requests."""
     info: StreamInfo
     """Stream metadata of the served model."""
     limits: EndpointLimits
-    """Limits of connections and sessions."""
+    """Limits on connections and sessions."""
     quotas: Quotas
-    """Quotas of the clients."""
+    """Client quotas."""
     drain: SessionDrain[S]
-    """State of the graceful shutdown."""
+    """Graceful shutdown state."""
     held: HeldBytes
     """Counter for the total size of the replies that all sessions retain."""
     implementations: Callable[[], Implementations]
-    """Function that returns the implementations of the codecs."""
+    """Function that returns the codec implementations."""
 
     @property
     def is_over_budget(self) -> bool: ...

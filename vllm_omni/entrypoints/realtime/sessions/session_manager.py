@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionManager`: manages the table of sessions in one API server process, and evicts sessions.
+"""`SessionManager`: manages one API server process's table of sessions, and evicts sessions.
 
 The manager also owns the connection guard, the background tasks and the threads that decode images
 and encode frames.
@@ -43,8 +43,8 @@ T = TypeVar("T")
 _REMEMBERED_EVICTIONS: Final = 4096
 _REMEMBERED_MOVES: Final = 4096
 _OWN_ERRORS_S: Final = 0.5
-"""Time in seconds that requests in flight have to report errors with their own request ids before
-the connection is closed.
+"""Time in seconds within which requests in flight may report errors with their own request ids
+before the connection is closed.
 """
 _FAREWELL_S: Final = 1.5
 
@@ -59,8 +59,8 @@ class FollowsSession(Protocol):
         ...
 
     async def session_moved(self, session: Session) -> None:
-        """Notify the client of the server on which a session continues, unless the last reply to
-        the session's request already names this server.
+        """Tell the client which server a session has moved to, unless the last reply to the
+        session's request already names that server.
         """
         ...
 
@@ -75,10 +75,10 @@ class SessionManager:
     Args:
         engine: Interface for engine requests.
         info: Stream metadata of the served model.
-        limits: Limits of connections and sessions.
+        limits: Limits on connections and sessions.
         executor: Threads that decode images and encode frames.
         origins: Allowed browser origins, in the form that `ConnectionGuard` accepts.
-        quotas: Quotas of the clients. Default: no client has a quota.
+        quotas: Client quotas. Default: no client has a quota.
     """
 
     def __init__(
@@ -103,20 +103,22 @@ class SessionManager:
         self._closing: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
         self.on_engine_session_end: list[Callable[[str], None]] = []
-        """Functions that are called with the engine id of a session when its state is discarded."""
+        """Functions that are called with a session's engine id when the session's state is
+        discarded.
+        """
         self.connections: weakref.WeakSet[Connection] = weakref.WeakSet()
         self.adapters: Callable[[], Collection[str]] = tuple
-        """Function that returns the names of the loaded LoRA adapters. The `model` of a stream may
+        """Function that returns the names of the loaded LoRA adapters. A stream's `model` field can
         name one of them.
         """
         self.implementations: Callable[[], Implementations] = partial(
             machine_implementations, limits.gpu_encoders
         )
-        """Function that returns the implementations of the codecs. The first call blocks."""
+        """Function that returns the codec implementations. The first call blocks."""
         self.server_name: str | None = None
         """Value of `omni.server_name`, which is the prefix of new session ids."""
         self.held = HeldBytes()
-        """Counter for the total size of the undelivered and retained replies of all sessions."""
+        """Counter for the total size of all sessions' undelivered and retained replies."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -140,15 +142,15 @@ class SessionManager:
         """Check that a session has not been moved to another server.
 
         Raises:
-            EndpointError: `moved`, because the session continues on another server.
+            EndpointError: `moved` if the session continues on another server.
         """
         session = self._moved.get(key)
         if session is not None and session.destination is not None:
             raise session.destination.as_error()
 
     def session_left(self, session: Session) -> None:
-        """Record that a session has been moved, and notify those of its clients that are not
-        waiting for a reply.
+        """Record that a session has been moved, and notify its clients that are not waiting for a
+        reply.
         """
         self._moved[session.key] = session
         while len(self._moved) > _REMEMBERED_MOVES:
@@ -161,7 +163,7 @@ class SessionManager:
         """Assign the final key to a session that was moved to this server.
 
         Raises:
-            EndpointError: `session_exists`, because a session with this key is live.
+            EndpointError: `session_exists` if a session with this key is live.
         """
         if key in self._sessions:
             raise EndpointError("session_exists", "a session with this id is live here")
@@ -179,8 +181,8 @@ class SessionManager:
         self._evict(session, "lost")
 
     def with_adapter(self, model: str | None, lora: list[Lora] | None) -> list[Lora] | None:
-        """Return the adapters of a stream: the adapters in its `lora`, and the adapter that its
-        `model` names.
+        """Return a stream's adapters: the adapters in its `lora`, and the adapter that its `model`
+        names, if any.
         """
         if model not in self.adapters() or any(adapter.name == model for adapter in lora or ()):
             return lora
@@ -196,12 +198,14 @@ class SessionManager:
 
         Args:
             key: Principal and session id.
-            client: Client against whose `sessions_per_client` limit the session counts. Default:
+            client: Client whose `sessions_per_client` limit the session counts against. Default:
                 the principal.
-            endpoint: Name of the endpoint in metrics.
+            endpoint: Endpoint name in metrics.
 
         Raises:
-            EndpointError: `capacity`, `session_limit`, `quota_exceeded` or `draining`.
+            EndpointError: `moved` if the session continues on another server, `draining` if no new
+                session may start, `session_limit` or `quota_exceeded` if the client has reached its
+                limit or quota, or `capacity` if there is no room.
         """
         if self._sweeper is None:
             self._sweeper = self.spawn_background(self._sweep())
@@ -266,7 +270,7 @@ class SessionManager:
 
     @property
     def can_make_room(self) -> bool:
-        """Whether there is an unused session that could be evicted."""
+        """Whether an unused session can be evicted."""
         return any(self._is_unused(session) for session in self._sessions.values())
 
     def _is_unused(self, session: Session) -> bool:
@@ -286,7 +290,7 @@ class SessionManager:
         )
 
     def _evict(self, session: Session, reason: str) -> None:
-        """Close a session that is not busy, and record that it was closed by the server."""
+        """Close a session that is not busy, and record that the server closed it."""
         with log_context.bound(session_id=session.session_id):
             session.free_engine_state()
             session.on_removed(reason)
@@ -299,7 +303,8 @@ class SessionManager:
         """Copy a session to a new session with the given key.
 
         Raises:
-            EndpointError: `invalid_request` if the key is in use, or `capacity`.
+            EndpointError: `invalid_request` if the key is in use, or `capacity` if there is no
+                room.
         """
         if key in self._sessions:
             raise EndpointError(
@@ -333,7 +338,7 @@ class SessionManager:
             notify(engine_id)
 
     def close_engine_session(self, engine_id: str) -> None:
-        """Free the engine state of a session in the background."""
+        """Free a session's engine state in the background."""
         task = self.spawn(self._close_engine_session(engine_id))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -347,13 +352,15 @@ class SessionManager:
     async def wait_for_closed_sessions(self) -> None:
         """Wait until the engine has freed all closed sessions.
 
-        Waiting is necessary because a new session may require the memory of the closed sessions.
+        Waiting is necessary because a new session may require the closed sessions' memory.
         """
         if self._closing:
             await asyncio.wait(set(self._closing))
 
     async def _sweep(self) -> None:
-        """Close idle sessions periodically."""
+        """Periodically close idle sessions, and drop the replies of idle sessions that have been
+        moved.
+        """
         idle_s = self.info.session_idle_s
         pinged_idle_s = max(idle_s, self.limits.pinged_session_idle_s)
         while True:
@@ -369,10 +376,10 @@ class SessionManager:
 
     def delivery_window(self, fps: float | None) -> DeliveryWindow:
         """Return a delivery window, which enforces the minimum rate at which a client must read a
-        run.
+        run's replies.
 
         Args:
-            fps: Playback rate of the client in frames per second. Default: the server's rate.
+            fps: The client's playback rate in frames per second. Default: the server's rate.
         """
         info = self.info
         return DeliveryWindow(self.limits.slow_reader_timeout_s, fps or info.target_fps or info.fps)
@@ -387,7 +394,7 @@ class SessionManager:
 
         Args:
             work: Coroutine to run.
-            context: Context of the task, which contains its logging ids. Default: the caller's
+            context: The task's context, which contains its logging ids. Default: the caller's
                 context.
         """
         task = asyncio.get_running_loop().create_task(work, context=context)
@@ -407,14 +414,14 @@ class SessionManager:
         return bool(self._tasks - self._background)
 
     async def off_loop(self, function: Any, *args: Any) -> Any:
-        """Run a CPU-bound function on a thread of the executor."""
+        """Run a CPU-bound function on one of the executor's threads."""
         run = contextvars.copy_context().run
         return await asyncio.get_running_loop().run_in_executor(
             self._executor, run, function, *args
         )
 
     async def engine_died(self) -> None:
-        """Send an error to every connection, and close it with 1011.
+        """Send an error to every connection, and close the connections with 1011.
 
         The call returns when all connections are closed, or after a time limit.
         """
@@ -430,7 +437,7 @@ class SessionManager:
             await asyncio.sleep(0.02)
 
     async def shutdown(self) -> None:
-        """Cancel all tasks. This method is called by tests and at the end of the process."""
+        """Cancel all tasks. Only tests call this method."""
         for task in list(self._tasks):
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

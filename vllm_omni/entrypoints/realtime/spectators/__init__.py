@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spectators: read-only viewers of a session, who are admitted by a token that the owner of the
-session shares.
+"""Spectators: read-only viewers of a session, who are admitted by a token that the session's owner
+shares.
 """

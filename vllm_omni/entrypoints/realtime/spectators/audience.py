@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Audience`: sends a session's video to its spectators, as H.264 that is encoded once for all of
-them.
+"""`Audience`: sends a session's video to its spectators, as H.264 that is encoded once for all
+spectators.
 
 If the player receives H.264, spectators receive the same access units. Otherwise, the audience has
 a separate encoder, which runs after the player's frames have been encoded. A spectator that does
-not keep up misses chunks and continues at a key frame. No code of this module waits for a
+not keep up misses chunks and continues at a key frame. No code in this module waits for a
 spectator, so a spectator cannot delay the player or other spectators.
 """
 
@@ -20,13 +20,13 @@ from vllm_omni.entrypoints.realtime.encoding.implementations import Implementati
 from vllm_omni.entrypoints.realtime.encoding.session_encoders import EncoderSpec, SessionEncoders
 
 MAX_SPECTATORS: Final = 64
-"""Maximum number of spectators of a session."""
+"""Maximum number of spectators per session."""
 _MAX_UNSENT_CHUNKS: Final = 2
-"""Maximum number of chunks that may wait for a spectator or for the encoder of the audience. If
-there are more, older chunks are dropped.
+"""Maximum number of chunks that may wait for a spectator or for the audience's encoder. When more
+chunks arrive, older chunks are dropped.
 """
 _KEY_FRAMES_APART_S: Final = 1.0
-"""Minimum time in seconds between key frames for spectators. Key frames take up bitrate of the
+"""Minimum time in seconds between key frames for spectators. Key frames use up bitrate in the
 player's stream, so they must not be frequent.
 """
 
@@ -35,7 +35,7 @@ class AudienceHost(Protocol):
     """The part of the session manager's interface that an audience uses."""
 
     implementations: Callable[[], Implementations]
-    """Function that returns the implementations of the codecs."""
+    """Function that returns the codec implementations."""
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]": ...
 
@@ -43,19 +43,19 @@ class AudienceHost(Protocol):
 
 
 class Spectator:
-    """A spectator of a session, with a queue of access units to send."""
+    """One of a session's spectators, with a queue of access units to send."""
 
     def __init__(self) -> None:
         self.needs_key = True
         """Whether access units are dropped until the next key frame."""
         self.num_dropped = 0
-        """Number of chunks that were dropped because the spectator did not keep up."""
+        """Number of chunks dropped because the spectator did not keep up."""
         self._chunks: deque[list[EncodedPart]] = deque()
         self._changed = asyncio.Event()
         self._ended = False
 
     async def next_units(self) -> list[EncodedPart] | None:
-        """Wait for the access units of the next chunk. Return None when the session has ended."""
+        """Wait for the next chunk's access units. Return None when the session has ended."""
         while not self._chunks:
             if self._ended:
                 return None
@@ -85,9 +85,7 @@ class Spectator:
 
 
 class Audience:
-    """The spectators of one session. This class is not thread-safe; use it from a single event
-    loop.
-    """
+    """One session's spectators. This class is not thread-safe; use it from a single event loop."""
 
     def __init__(self, host: AudienceHost) -> None:
         self._host = host
@@ -104,7 +102,7 @@ class Audience:
         """Add a spectator.
 
         Raises:
-            EndpointError: `capacity`, because the session has too many spectators.
+            EndpointError: `capacity` if the session has too many spectators.
         """
         if len(self._spectators) >= MAX_SPECTATORS:
             raise EndpointError("capacity", f"the session has {MAX_SPECTATORS} spectators")
@@ -122,9 +120,9 @@ class Audience:
         """Send a chunk to the spectators without waiting for them.
 
         Args:
-            frames: Frames of the chunk.
+            frames: The chunk's frames.
             fps: Playback rate in frames per second.
-            player: Encoders of the session that have encoded the chunk.
+            player: The session's encoders, which have encoded the chunk.
         """
         units = player.units_of(frames)
         if units is not None:
@@ -144,7 +142,7 @@ class Audience:
         self._key_frame_s = float("-inf")
 
     def end(self) -> None:
-        """End the streams of all spectators because the session has ended."""
+        """End all spectators' streams because the session has ended."""
         for spectator in self._spectators:
             spectator.end()
 
@@ -163,7 +161,7 @@ class Audience:
             spectator.put(units)
 
     def _request_key_frame(self, encoders: SessionEncoders) -> None:
-        """Request a key frame if a spectator requires one and the last one was not requested too
+        """Request a key frame if a spectator requires one, unless the last one was requested too
         recently.
         """
         now_s = time.monotonic()

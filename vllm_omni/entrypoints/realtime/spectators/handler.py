@@ -27,14 +27,14 @@ _MAX_MESSAGE_CHARS: Final = MAX_TOKEN_CHARS + 128
 
 
 class WatchMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="watch"):
-    """The first and only message of a spectator."""
+    """A spectator's first and only message."""
 
     token: str
-    """Token of the session."""
+    """The session's token."""
 
 
 class WatchClient(ConnectionHandler):
-    """Handler of one spectator's connection."""
+    """Handler for one spectator's connection."""
 
     endpoint = "watch"
 
@@ -52,7 +52,7 @@ class WatchClient(ConnectionHandler):
         return self._sending is not None and not self._sending.done()
 
     async def start_now(self) -> None:
-        """Wait for the spectator's token, and add the spectator to the audience of the session."""
+        """Wait for the spectator's token, and add the spectator to the session's audience."""
         data = await self.receive_first("no token arrived")
         session = self.manager.find(self._tokens.session_of(_token(data)))
         if session is None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spectators of live sessions.
 
-        POST /v1/sessions/{session_id}/spectators   a token for spectators, from the owner
-        WebSocket /omni/watch                       the frames of a token's session
+        POST /v1/sessions/{session_id}/spectators   create a spectator token (owner only)
+        WebSocket /omni/watch                       watch the token's session
 
-`/omni/watch` requires no API key because the token grants read-only access to a single session.
+`/omni/watch` requires no API key because the token grants read-only access to only one session.
 """
 
 from collections.abc import Iterable
@@ -36,10 +36,10 @@ _MAX_LIFETIME_S: Final = 86_400
 
 
 class SpectatorReply(BaseModel):
-    """Response body that contains a token for spectators."""
+    """Response body that contains a spectator token."""
 
     object: str = "spectator_token"
-    """Type of the object."""
+    """Object type."""
     token: str
     """Token that admits any number of spectators until it expires."""
     expires_in_s: int
@@ -49,8 +49,8 @@ class SpectatorReply(BaseModel):
 
 
 class SpectatorRoutes:
-    """The spectator endpoint of one API server process. Every path returns 404 if the model has no
-    sessions.
+    """The spectator endpoint of one API server process. If the model has no sessions, every path
+    returns 404.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class SpectatorRoutes:
             self.serve(server.sessions)
 
     def serve(self, manager: SessionManager) -> None:
-        """Start to serve spectators of the given manager's sessions."""
+        """Start serving spectators of the given manager's sessions."""
         self._manager = manager
         self._watch = RealtimeEndpoint(manager, partial(WatchClient, tokens=self._tokens))
 
@@ -93,7 +93,7 @@ class SpectatorRoutes:
         session_id: SessionId,
         expires_in_s: Annotated[int, Query(ge=1, le=_MAX_LIFETIME_S)] = _DEFAULT_LIFETIME_S,
     ) -> Response:
-        """Return a token that admits spectators to a session of this client."""
+        """Return a token that admits spectators to one of this client's sessions."""
         key = (principal_of(request), session_id)
         if self._manager is None or self._manager.find(key) is None:
             raise not_found("there is no such session", code="unknown_session")

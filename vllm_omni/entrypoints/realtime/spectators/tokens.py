@@ -14,7 +14,7 @@ from vllm_omni.entrypoints.errors import EndpointError, WebSocketCloseCode
 from vllm_omni.entrypoints.realtime.sessions.session_host import SessionKey
 
 MAX_TOKENS: Final = 4096
-"""Maximum number of tokens per process. A further token replaces the oldest one."""
+"""Maximum number of tokens per process. Each additional token replaces the oldest token."""
 MAX_TOKEN_CHARS: Final = 128
 
 
@@ -24,7 +24,7 @@ class _Grant(NamedTuple):
 
 
 class SpectatorTokens:
-    """Tokens of one API server process. Only the digests of the tokens are stored.
+    """Tokens of one API server process. Only the tokens' digests are stored.
 
     Args:
         clock: Function that returns a monotonic time in seconds.
@@ -43,10 +43,10 @@ class SpectatorTokens:
         return token
 
     def session_of(self, token: str) -> SessionKey:
-        """Return the session of a token.
+        """Return the `SessionKey` of the session that a token grants access to.
 
         Raises:
-            EndpointError: `invalid_token`, because the token is unknown or has expired.
+            EndpointError: `invalid_token` if the token is unknown or has expired.
         """
         digest = _digest(token[: MAX_TOKEN_CHARS + 1])
         grant = self._grants.get(digest)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoint `/v1/realtime/video`, which receives JSON control messages and sends fragmented MP4
+"""The `/v1/realtime/video` endpoint, which receives JSON control messages and sends fragmented MP4
 for browsers.
 
-The endpoint implements the protocol of vLLM-Omni 0.30. The endpoint extends the original in ways
-that do not affect existing clients: streams may have any length, start images may be as large as
-the server allows, prompts and camera commands work for every model that accepts them, and every
-connection ends with a close frame. Binary messages and slow readers do not block the controls.
+The endpoint implements vLLM-Omni 0.30's protocol, and extends it in ways that do not affect
+existing clients. Streams may have any length, and start images may be as large as the server
+allows. Prompts and camera commands work for every model that accepts them. Every connection ends
+with a close frame. Binary messages and slow readers do not block the controls.
 """
 
 import uuid
@@ -72,12 +72,12 @@ class _Media:
     """A chunk to send, which consists of a metadata message and the media bytes that follow it."""
 
     metadata: dict[str, Any]
-    """Content of the `video.chunk_metadata` message."""
+    """Contents of the `video.chunk_metadata` message."""
     data: bytes | memoryview
-    """MP4 fragment with the frames of the chunk."""
+    """MP4 fragment that contains the chunk's frames."""
     is_response: bool
-    """Whether an interaction takes effect for the first time in this chunk, which should then be
-    sent immediately.
+    """Whether an interaction takes effect for the first time in this chunk. If so, the chunk should
+    be sent immediately.
     """
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ class _Media:
 
 
 class _FragmentRenderer:
-    """Encodes the chunks of a session as MP4 fragments, in order."""
+    """Encodes a session's chunks as MP4 fragments, in order."""
 
     def __init__(self, fps: float, request_id: str) -> None:
         self._spec = EncoderSpec(codec="fmp4", fps=fps)
@@ -103,12 +103,12 @@ class _FragmentRenderer:
 def chunk_metadata(
     chunk: FinishedChunk, request_id: str, stamps: Sequence[FrameStamp], num_bytes: int
 ) -> dict[str, Any]:
-    """Return the content of a chunk's `video.chunk_metadata` message.
+    """Return the contents of a chunk's `video.chunk_metadata` message.
 
     Args:
         chunk: The chunk.
-        request_id: Id of the stream.
-        stamps: Stamps of the chunk's frames.
+        request_id: Stream id.
+        stamps: The chunk's frame stamps.
         num_bytes: Size of the encoded frames in bytes.
     """
     progress: CommandProgress = chunk.controls.mark
@@ -132,7 +132,7 @@ def chunk_metadata(
 
 
 class SessionFrame(msgspec.Struct):
-    """Coordinate system of a session. The position of the session in the world may be unknown.
+    """A session's coordinate system. The session's position in the world may be unknown.
 
     Camera commands are relative to the start image. If a session starts with poses from its client,
     the model receives poses in the client's coordinates. If a session starts with actions and its
@@ -162,14 +162,14 @@ class SessionFrame(msgspec.Struct):
         return (self.start_44 @ poses_N44).astype(np.float32)
 
     def note(self, world_poses: Sequence[Sequence[float]]) -> None:
-        """Read the world poses of a chunk. The first pose that the session receives becomes the
-        pose of the start image.
+        """If the start image's world pose is not known yet, set it to the first of a chunk's world
+        poses.
         """
         if self.start_44 is None:
             self.start_44 = self._pose_44(world_poses[0])
 
     def position_3(self, row: Sequence[float]) -> np.ndarray:
-        """Return the position of a world pose, converted to the coordinates of commands."""
+        """Return a world pose's position, converted to the coordinates that commands use."""
         assert self.start_44 is not None
         relative_44 = np.linalg.inv(self.start_44) @ self._pose_44(row)
         return (relative_44 if self.first_44 is None else self.first_44 @ relative_44)[:3, 3]
@@ -188,7 +188,7 @@ class CommandedState(msgspec.Struct, kw_only=True, tag="commanded"):
     track: ControlTrack
     """Actions that are held or waiting for the next chunk."""
     poses: PoseTrack
-    """Camera commands, and the pose of the camera that results from them."""
+    """Camera commands and the resulting camera pose."""
     frame: SessionFrame
     """Coordinate system of the camera commands."""
     new_prompt: tuple[str, str] | None = None
@@ -197,12 +197,12 @@ class CommandedState(msgspec.Struct, kw_only=True, tag="commanded"):
     """
     new_lora: tuple[list[Lora], str] | None = None
     """New LoRA adapters for the next chunk, and the id of the interaction that set them. None:
-    there are none.
+    there are no new adapters.
     """
     acting: tuple[str, ...] = ()
     """Ids of the interactions that were in effect in the last chunk."""
     replaced: list[str] = []
-    """Ids of interactions that have been replaced since the last chunk."""
+    """Ids of the interactions that have been replaced since the last chunk."""
     has_actions: bool = False
     """Whether the client has sent actions."""
     uses_poses: bool = False
@@ -217,11 +217,11 @@ class CommandedState(msgspec.Struct, kw_only=True, tag="commanded"):
         script: ControlScript | ControlStates | None,
         info: StreamInfo,
     ) -> "CommandedState":
-        """Return the initial controls of a new stream.
+        """Return a new stream's initial controls.
 
         Args:
             start: The client's first message.
-            script: Actions of the first chunks. None: the client sent no actions.
+            script: Actions for the first chunks. None: the client sent no actions.
             info: Stream metadata.
         """
         state = cls(
@@ -240,11 +240,11 @@ class CommandedSource(LiveChunks):
     """Samples a client's interactions for each chunk.
 
     Args:
-        state: Controls of the stream.
+        state: The stream's controls.
         start: The client's first message.
         info: Stream metadata.
-        size: Height and width of the frames in pixels.
-        num_chunks: Number of remaining chunks. None: the number is not limited.
+        size: Frame height and width in pixels.
+        num_chunks: Number of remaining chunks. None: no limit.
         first_frame: Index within the session of the first frame that this source generates.
     """
 
@@ -367,7 +367,7 @@ class CommandedSource(LiveChunks):
         )
 
     def note_result(self, meta: Mapping[str, Any]) -> None:
-        """Correct the camera position if a wall of the world has stopped a velocity command."""
+        """If a wall in the world has stopped a velocity command, correct the camera position."""
         expected_3 = self._expected.popleft()
         world_poses = meta.get(WORLD_POSES)
         if world_poses is None:
@@ -383,11 +383,11 @@ class CommandedSource(LiveChunks):
 
 
 class VideoClient(LiveClient):
-    """Handler of one client. Subclasses change how frames are encoded and sent."""
+    """Handler for one client. Subclasses change how frames are encoded and sent."""
 
     endpoint = "realtime/video"
     format: str = protocol.FORMAT
-    """Format of the frames, as reported in `video.start`."""
+    """Frame format, as reported in `video.start`."""
     source_class: type[CommandedSource] = CommandedSource
     """Class of the source that samples the client's interactions."""
 
@@ -500,7 +500,7 @@ class VideoClient(LiveClient):
         )
 
     async def _first(self, start: protocol.StartMessage) -> SessionStart:
-        """Return the parameters with which a new session starts."""
+        """Return the parameters for starting a new session."""
         info, size = self.info, (start.height or self.info.height, start.width or self.info.width)
         info.check_size(*size)
         info.check_image(start.image_reference is not None, "image_reference")
@@ -551,7 +551,7 @@ class VideoClient(LiveClient):
                 interaction = protocol.parse_interaction(value, self.limits, self.info.actions)
                 event_id = interaction.event_id
                 async with self.steering() as is_here:
-                    if is_here:  # otherwise, the client sends it to the new server
+                    if is_here:  # otherwise, the client sends the message to the new server
                         await self._interact(interaction)
             else:
                 raise EndpointError("invalid_request", "Unknown message type", param="type")
@@ -597,11 +597,11 @@ class VideoClient(LiveClient):
     # -- messages out ------------------------------------------------------------------------------
 
     def renderer(self, fps: float, request_id: str) -> Callable[[FinishedChunk], Sequence[Sized]]:
-        """Return the renderer that encodes the chunks of the stream.
+        """Return the renderer that encodes the stream's chunks.
 
         Args:
             fps: Playback rate in frames per second.
-            request_id: Id of the stream.
+            request_id: Stream id.
         """
         return _FragmentRenderer(fps, request_id)
 
@@ -610,7 +610,7 @@ class VideoClient(LiveClient):
         await self.connection.send(self.next_metadata(payload.metadata), payload.data)
 
     def next_metadata(self, metadata: dict[str, Any]) -> str:
-        """Return the metadata message of the next chunk to be sent."""
+        """Return the metadata message for the next chunk to send."""
         message = _json({**metadata, "transport_chunk_index": self._chunks})
         self._chunks += 1
         return message

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Typed messages of `/v1/realtime/video`, which are the JSON control messages of vLLM-Omni 0.30.
 
-The first message of a client is `session.start`, followed by interactions (a prompt, a camera
-command, actions), `session.stop` and `session.ping`.
+A client's first message is `session.start`, followed by interactions (a prompt, a camera command,
+actions), `session.stop` and `session.ping`.
 """
 
 import uuid
@@ -53,7 +53,7 @@ class ExtraParams(msgspec.Struct, frozen=True, kw_only=True):
     camera_action_script: (
         Annotated[list[list[str] | str], msgspec.Meta(max_length=MAX_SCRIPT_ENTRIES)] | None
     ) = None
-    """Camera keys that are held in each latent frame."""
+    """Camera keys held in each latent frame."""
     action_script: Any = None
     """Extension. Actions for each latent frame, which are checked against the model's controls."""
     prompts: Annotated[list[TimedPrompt], msgspec.Meta(max_length=MAX_PROMPTS)] = []
@@ -69,9 +69,9 @@ class ExtraParams(msgspec.Struct, frozen=True, kw_only=True):
     `session.moved`. Default: False.
     """
     session_id: SessionId | None = None
-    """Extension. Id of a session that has been moved to this server, to continue that session. The
-    other keys must be the same as at the start of the session, except that images may be absent.
-    Default: a new session is started.
+    """Extension. Id of the session to continue after it has been moved to this server. The other
+    keys must have the same values as at the start of the session, except that images may be absent.
+    Default: start a new session.
     """
     pace_to_media_time: bool = False
     """Whether to send each chunk no earlier than it is due for playback. Default: False."""
@@ -82,7 +82,7 @@ class ExtraParams(msgspec.Struct, frozen=True, kw_only=True):
 class StartMessage(msgspec.Struct, frozen=True, kw_only=True):
     """The first message of a connection.
 
-    Unknown keys are ignored, as are settings that are fixed by the deployment (steps, guidance).
+    Unknown keys are ignored, as are settings that the deployment fixes (steps, guidance).
     """
 
     prompt: str = ""
@@ -94,21 +94,21 @@ class StartMessage(msgspec.Struct, frozen=True, kw_only=True):
     format: str = FORMAT
     """Container format. The only supported format is `m4s`."""
     width: Pixels | None = None
-    """Width of the frames in pixels. Default: the server's width."""
+    """Frame width in pixels. Default: the server's width."""
     height: Pixels | None = None
-    """Height of the frames in pixels. Default: the server's height."""
+    """Frame height in pixels. Default: the server's height."""
     fps: Annotated[float, msgspec.Meta(ge=1, le=240)] | None = None
     """Playback rate in frames per second, 1 to 240. Default: the model's frame rate."""
     num_frames: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)] | None = None
-    """Length of the stream in pixel frames, which must be the length of the first chunk plus that
-    of k later chunks. Default: the stream continues until `session.stop`.
+    """Length of the stream in pixel frames, which must be the length of a whole number of chunks,
+    counted from the first. Default: the stream continues until `session.stop`.
     """
     seed: RequestedSeed | None = None
-    """Noise seed. Default: the server draws a random seed."""
+    """Noise seed. Default: the server selects a random seed."""
     image_reference: ImageReference | None = None
     """Start image."""
     images: Annotated[dict[str, ImageReference], msgspec.Meta(max_length=MAX_IMAGES)] = {}
-    """Extension. Named images, for models that take them."""
+    """Extension. Named images, for models that accept them."""
     lora: Loras | None = None
     """LoRA adapters to apply, as `[{"name", "scale"}]`."""
     extra_params: ExtraParams = ExtraParams()
@@ -118,7 +118,7 @@ class StartMessage(msgspec.Struct, frozen=True, kw_only=True):
         check_seed(self.seed)
 
     def script(self, space: ActionSpace) -> ControlScript | ControlStates | None:
-        """Return the actions of the first chunks.
+        """Return the actions for the first chunks.
 
         Raises:
             EndpointError: The actions are invalid.
@@ -139,7 +139,7 @@ class InteractionMessage(msgspec.Struct, frozen=True):
     """
 
     event_id: str
-    """Id that the client gave to the interaction."""
+    """Id that the client assigned to the interaction."""
     prompt: str | None
     """New prompt. None: the prompt does not change."""
     lora: list[Lora] | None
@@ -152,14 +152,14 @@ class InteractionMessage(msgspec.Struct, frozen=True):
 
 class _CameraData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     translation: tuple[Coordinate, Coordinate, Coordinate] = (0.0, 0.0, 0.0)
-    """Translation x, y, z in pose units."""
+    """Translation (x, y, z) in pose units."""
     rotation: tuple[Coordinate, Coordinate, Coordinate, Coordinate] = (0.0, 0.0, 0.0, 1.0)
-    """Rotation as a quaternion x, y, z, w."""
+    """Rotation as a quaternion (x, y, z, w)."""
 
 
 class _Camera(msgspec.Struct, frozen=True):
     data: _CameraData
-    """Pose of a target, or step per latent frame of a velocity."""
+    """Target pose, or a velocity's step per latent frame."""
     mode: Literal["target", "velocity"] = "target"
     """Whether to move to a pose (`target`) or to keep moving (`velocity`)."""
 
@@ -184,7 +184,7 @@ class _Interaction(msgspec.Struct, frozen=True):
     event: _InteractionEvent
     """Content of the interaction."""
     event_id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] | None = None
-    """Id that the client gives to the interaction, 1 to 128 characters. Default: the server
+    """Id that the client assigns to the interaction, 1 to 128 characters. Default: the server
     generates an id.
     """
     transition_chunks: Annotated[int, msgspec.Meta(ge=0, le=_MAX_TRANSITION_CHUNKS)] | None = None

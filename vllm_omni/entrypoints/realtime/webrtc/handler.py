@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handler of a WebRTC client, which uses the protocol of `/v1/realtime/video` with a video track
-for the frames.
+"""Handler for a WebRTC client. It uses the `/v1/realtime/video` protocol, but sends the frames on a
+video track.
 
-The data channel carries the same messages as the WebSocket. Only the frames differ: they are sent
-on the track, so no binary message follows `video.chunk_metadata`.
+The data channel carries the same messages as the WebSocket. Because the frames are sent on the
+track, no binary message follows `video.chunk_metadata`.
 """
 
 import time
@@ -28,8 +28,7 @@ from vllm_omni.entrypoints.realtime.webrtc.pacer import ChunkPacer
 
 FORMAT: Final = "h264-track"
 _AHEAD_FRAMES: Final = 2
-"""Number of frames of a chunk that may still be waiting to be sent when the next chunk is
-delivered.
+"""Number of a chunk's frames that may still be waiting to be sent when the next chunk is delivered.
 """
 
 
@@ -53,18 +52,18 @@ class ChunkUnits:
     """The access units of one chunk."""
 
     metadata: dict[str, Any]
-    """Content of the `video.chunk_metadata` message."""
+    """Contents of the `video.chunk_metadata` message."""
     units: list[EncodedPart]
     """Access units of the chunk, one per frame."""
     ready_s: float
-    """Monotonic time in seconds at which the last unit was encoded."""
+    """Monotonic time in seconds when the last unit was encoded."""
 
     def __len__(self) -> int:
         return sum(len(unit.data) for unit in self.units)
 
 
 class _UnitRenderer:
-    """Encodes the chunks of a session as H.264 access units, in order."""
+    """Encodes a session's chunks as H.264 access units, in order."""
 
     def __init__(self, fps: float, request_id: str) -> None:
         self._spec = EncoderSpec(codec="h264", fps=fps)
@@ -79,7 +78,7 @@ class _UnitRenderer:
 
 
 class _PacedSource(CommandedSource):
-    """Source that samples the controls of a chunk only when the stream requires the chunk."""
+    """Source that samples a chunk's controls only when the stream needs the chunk."""
 
     pacer: ChunkPacer
 
@@ -96,7 +95,7 @@ class _PacedSource(CommandedSource):
 
 
 class WebRtcClient(VideoClient):
-    """Handler of one WebRTC client.
+    """Handler for one WebRTC client.
 
     Args:
         manager: Sessions of this process.
@@ -120,7 +119,7 @@ class WebRtcClient(VideoClient):
         return _UnitRenderer(fps, request_id)
 
     async def deliver(self, payload: ChunkUnits) -> None:
-        """Send the metadata of a chunk, and then its frames at their playback times."""
+        """Send a chunk's metadata, and then its frames at their playback times."""
         await self.connection.send(self.next_metadata(payload.metadata))
         assert self._pacer is not None
         self._pacer.note_chunk(payload.ready_s)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check SDP offers from untrusted clients before a library parses them.
 
-The number of bytes, lines, media sections and candidates of an offer is limited. Each media section
-takes up sockets, and each candidate makes the server send packets to an address that the client has
-chosen.
+The numbers of bytes, lines, media sections and candidates in an offer are limited. Each media
+section takes up sockets, and each candidate makes the server send packets to an address that the
+client has chosen.
 """
 
 import re
@@ -23,10 +23,10 @@ _H264: Final = re.compile(r"a=rtpmap:\d+ H264/90000", re.ASCII | re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Offer:
-    """An offer of bounded size that requests a single video track."""
+    """An offer of bounded size that requests one video track."""
 
     sdp: str
-    """Session description of the offer."""
+    """The offer's session description."""
     has_channel: bool
     """Whether the client opens a data channel. A client without one can only watch."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WebRtcOptions`: settings of the WebRTC endpoint, read once from environment variables."""
+"""`WebRtcOptions`: settings for the WebRTC endpoint, read once from environment variables."""
 
 from typing import Annotated, Final
 from urllib.parse import unquote, urlsplit
@@ -13,7 +13,7 @@ class IceServer(msgspec.Struct, frozen=True):
     """A STUN or TURN server."""
 
     url: str
-    """URL of the server, for example `turn:turn.example:3478?transport=tcp`."""
+    """Server URL, for example `turn:turn.example:3478?transport=tcp`."""
     username: str | None = None
     """User name for a TURN server."""
     credential: str | None = None
@@ -21,7 +21,7 @@ class IceServer(msgspec.Struct, frozen=True):
 
 
 class WebRtcOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the WebRTC endpoint in one API server process."""
+    """Settings for the WebRTC endpoint in one API server process."""
 
     ice_servers: str = ""
     """STUN and TURN servers, separated by commas: `stun:HOST:PORT`, `turn:USER:PASSWORD@HOST:PORT`.
@@ -36,8 +36,8 @@ class WebRtcOptions(msgspec.Struct, frozen=True, kw_only=True):
         """Parse and return the STUN and TURN servers.
 
         Raises:
-            ValueError: An entry has neither the form of a STUN server nor that of a TURN server.
-                The error message does not contain the password.
+            ValueError: An entry is neither a valid STUN server nor a valid TURN server. The error
+                message does not contain the password.
         """
         return [_server(entry.strip()) for entry in self.ice_servers.split(",") if entry.strip()]
 

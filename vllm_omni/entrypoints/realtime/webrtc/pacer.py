@@ -3,9 +3,9 @@
 recent controls.
 
 On the world camera's WebSocket, the client itself requests each chunk. With WebRTC, the server
-requests chunks by the same rule as the web page (`webui/static/js/pacer.js`): a chunk is requested
-when the playback time of the buffered video has fallen to the usual waiting time for a chunk, plus
-three mean deviations, plus a margin.
+requests chunks by the same rule as the web page (`webui/static/js/pacer.js`). It requests a chunk
+when the buffered video's playback time has fallen to the usual waiting time for a chunk, plus three
+mean deviations, plus a margin.
 """
 
 import asyncio
@@ -25,11 +25,10 @@ _MARGIN_S: Final = 0.02
 
 
 class ChunkPacer:
-    """Paces the chunk requests of one stream.
+    """Paces one stream's chunk requests.
 
     Args:
-        buffered_s: Function that returns the remaining playback time in seconds of the frames that
-            have been delivered.
+        buffered_s: Function that returns the delivered frames' remaining playback time in seconds.
         fps: Playback rate in frames per second.
         clock: Function that returns a monotonic time in seconds.
     """
@@ -79,17 +78,17 @@ class ChunkPacer:
             await asyncio.sleep(excess_s)
 
     def note_request(self, num_frames: int) -> None:
-        """Record that a chunk with `num_frames` frames is requested now."""
+        """Record that a chunk with `num_frames` frames is being requested now."""
         self._requests.append((self._clock(), num_frames))
 
     def note_chunk(self, ready_s: float) -> None:
-        """Record that the chunk that was requested first is delivered now.
+        """Record that the oldest requested chunk is being delivered now.
 
         Args:
-            ready_s: Monotonic time in seconds at which the chunk's frames were encoded.
+            ready_s: Monotonic time in seconds when the chunk's frames were encoded.
         """
         requested_s, _ = self._requests.popleft()
         if self._num_chunks == 1:
-            self._waits_s.clear()  # the first chunk includes compilation and the start image
+            self._waits_s.clear()  # the first chunk's time includes compilation and the start image
         self._waits_s.append(max(0.0, ready_s - requested_s))
         self._num_chunks += 1

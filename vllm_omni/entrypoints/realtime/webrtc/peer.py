@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Peer`: a WebRTC connection of aiortc, which handlers use as a WebSocket and a video track.
+"""`Peer`: an aiortc WebRTC connection, which handlers use as a WebSocket and a video track.
 
 The data channel carries the same messages as `/v1/realtime/video`. `Peer.websocket` presents the
 channel as an ASGI WebSocket, so the same handler serves it with the same limits. The track sends
-the access units of the session's encoder unchanged, so an additional viewer requires no additional
-encoding.
+the session encoder's access units as is, so an additional viewer requires no additional encoding.
 
-aiortc encrypts and sends on the event loop. Encoding runs on other threads.
+aiortc encrypts and sends on the event loop, whereas encoding runs on other threads.
 """
 
 import asyncio
@@ -47,10 +46,11 @@ _NEGOTIATION_S: Final = 10.0
 _LAST_WORDS_S: Final = 1.0
 _MAX_WAITING_MESSAGES: Final = 256
 MAX_MESSAGE_BYTES: Final = 512 * 1024
-"""Maximum size in bytes of a client's message, for example of `session.start` with a start image.
+"""Maximum size in bytes of a client's message, for example a `session.start` message that contains
+a start image.
 
-aiortc announces a maximum of 64 KiB, but it reassembles any message that fits into its receive
-window of 1 MiB.
+aiortc announces a maximum of 64 KiB, but it reassembles any message that fits in its receive window
+of 1 MiB.
 """
 _MAX_UNSENT_BYTES: Final = 1024 * 1024
 _PLI, _FIR, _APPLICATION = 1, 4, 15  # formats of RTCP payload-specific feedback (RFC 4585, 5104)
@@ -71,7 +71,7 @@ class PacketTrack(MediaStreamTrack):
         self._changed = asyncio.Event()
         self._start: tuple[float, int] | None = None  # (monotonic s, time_us) of a frame
         self._last_us = -1
-        self._offset_us = 0  # added to the stamps, because the times of a track must increase
+        self._offset_us = 0  # added to the stamps, because a track's timestamps must increase
         self._newest: tuple[int, int] | None = None  # (time, playing time) of the last unit
 
     @property
@@ -149,10 +149,10 @@ class Peer:
     """A WebRTC connection with one client.
 
     Args:
-        request: HTTP request that contained the offer, whose headers and address identify the
-            client.
+        request: HTTP request that contained the offer. The request's headers and address identify
+            the client.
         ice_servers: STUN and TURN servers.
-        start: Message that takes the place of the first message if the client has no data channel.
+        start: Message that replaces the client's first message if the client has no data channel.
     """
 
     def __init__(
@@ -189,8 +189,9 @@ class Peer:
         """Return the SDP answer to an offer, including all candidates of this server.
 
         Raises:
-            EndpointError: `invalid_offer` if aiortc cannot use the offer, or `unsupported_codec` if
-                the peers have no H.264 format in common.
+            EndpointError: `invalid_offer` if aiortc cannot use the offer, `unsupported_codec` if
+                the peers have no H.264 format in common, or `timeout` if creating the answer takes
+                too long.
         """
         try:
             async with asyncio.timeout(_NEGOTIATION_S):
@@ -205,7 +206,7 @@ class Peer:
                 await self._connection.setLocalDescription(await self._connection.createAnswer())
         except TimeoutError:
             raise EndpointError("timeout", "no candidates within 10 s") from None
-        # aiortc parses with asserts, regular expressions and conversions, which raise many
+        # aiortc parses with asserts, regular expressions and conversions, which can raise many
         # exception types.
         except Exception as error:
             logger.info("offer_refused reason=%.200r", error)
@@ -249,12 +250,12 @@ class Peer:
             "type": "websocket",
             "query_string": b"",
             "subprotocols": [],
-            # Port 0, because a lookup by address must not find the transport of the HTTP request.
+            # Port 0, because a lookup by address must not find the HTTP request's transport.
             "client": (host, 0),
         }
 
     async def _send(self, message: Message) -> None:
-        """Send one ASGI message. The call waits while the client does not read."""
+        """Send one ASGI message. The call waits while the client is not reading."""
         if self._closed:
             raise OSError("the connection is closed")
         if self._watches or message["type"] == "websocket.accept":
@@ -308,8 +309,8 @@ class Peer:
         """Read key-frame requests and bandwidth estimates, which aiortc passes only to its own
         encoder.
 
-        aiortc has no hook for tracks that yield packets, so this method wraps a private method
-        of aiortc. tests/seams/test_aiortc.py detects changes to it.
+        aiortc has no hook for tracks that yield packets, so this method wraps one of aiortc's
+        private methods. tests/seams/test_aiortc.py detects changes to that method.
         """
         handle = sender._handle_rtcp_packet
 

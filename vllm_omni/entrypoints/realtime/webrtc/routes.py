@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/realtime/webrtc`: the HTTP exchange of WHEP, which sets up and ends WebRTC connections.
+"""`/v1/realtime/webrtc`: WHEP's HTTP exchange, which sets up and ends WebRTC connections.
 
-        POST   /v1/realtime/webrtc         the SDP offer; 201 with the answer and a Location
+        POST   /v1/realtime/webrtc         send the SDP offer; 201 with the answer and a Location
         DELETE /v1/realtime/webrtc/{id}    end the connection
 
-A client with a data channel sends `session.start` through the channel. A client without one, for
-example a WHEP player, gets a session with settings from the query: `prompt`, `seed`, `width` and
-`height`.
+A client that has a data channel sends `session.start` through the channel. For a client that has no
+data channel, for example a WHEP player, the session's settings come from the query parameters
+`prompt`, `seed`, `width` and `height`.
 """
 
 import asyncio
@@ -44,8 +44,8 @@ _QUERY_NUMBERS: Final = ("seed", "width", "height")
 
 
 class WebRtcRoutes:
-    """The WebRTC endpoint of one API server process. Every route returns 404 if the model has no
-    sessions.
+    """The WebRTC endpoint of one API server process. If the model has no sessions, every route
+    returns 404.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class WebRtcRoutes:
 
     def add_routes(self, app: FastAPI) -> Iterable[str]:
         self._options = read_struct(WebRtcOptions)
-        # Parse the servers now, so that invalid settings fail at startup and not when a client
+        # Parse the servers now so that invalid settings fail at startup rather than when a client
         # connects.
         self._options.servers()
         errors: dict[int | str, dict[str, Any]] = {
@@ -91,12 +91,12 @@ class WebRtcRoutes:
             self.serve(server.sessions)
 
     def serve(self, manager: SessionManager) -> None:
-        """Start to serve WebRTC clients, whose sessions belong to the given manager."""
+        """Start serving WebRTC clients, whose sessions belong to the given manager."""
         self._manager = manager
 
     @respond_to_errors
     async def _offer(self, request: Request) -> Response:
-        """Answer the SDP offer of a WebRTC client."""
+        """Answer a WebRTC client's SDP offer."""
         manager = self._manager
         if manager is None:
             raise not_found("the served model has no sessions")
@@ -127,8 +127,8 @@ class WebRtcRoutes:
         """Serve one client until either side ends the connection.
 
         Args:
-            peer: WebRTC connection of the client.
-            client: Handler of the client.
+            peer: The client's WebRTC connection.
+            client: Handler for the client.
             stack: Exit stack that closes the connection.
         """
         async with stack:
@@ -151,8 +151,8 @@ class WebRtcRoutes:
         return Response(status_code=204)
 
     def _start_message(self, manager: SessionManager, request: Request) -> str:
-        """Build the `session.start` message of a client without a data channel from the query
-        parameters.
+        """Build a `session.start` message from the query parameters, for a client without a data
+        channel.
 
         Raises:
             EndpointError: A number is invalid, or the model requires a start image.
@@ -171,10 +171,10 @@ class WebRtcRoutes:
 
 
 async def _body(request: Request) -> bytes:
-    """Read the body of an offer, up to the maximum size of an offer.
+    """Read an offer's body, up to the maximum offer size.
 
     Raises:
-        ApiError: The content type of the body is wrong.
+        ApiError: The request has the wrong content type, or the offer is too large.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != CONTENT_TYPE:

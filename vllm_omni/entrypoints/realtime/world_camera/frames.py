@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encode a finished chunk as one or more reply messages of `/v1/realtime/world/camera`.
+"""Encode a finished chunk as one or more `/v1/realtime/world/camera` reply messages.
 
 Encoding takes tens of milliseconds per chunk, so it runs on the executor's threads.
 """
@@ -26,26 +26,26 @@ _MAX_SCALED_SIDE: Final = 1280
 
 @dataclass(frozen=True)
 class FrameRenderer:
-    """Encodes the frames of one request."""
+    """Encodes one request's frames."""
 
     codec: str
-    """Encoding of the frames in a message: `mp4` (a file), `jpeg` (a list of files), `h264` (one
-    access unit), `ndarray_u8` (one array `[T, H, W, 3]`) or `ndarray_f32` (a list of arrays
-    `[H, W, 3]` with values in [0, 1]).
+    """Encoding of a message's frames: `mp4` (a file), `jpeg` (a list of files), `h264` (one access
+    unit), `ndarray_u8` (one array `[T, H, W, 3]`) or `ndarray_f32` (a list of arrays `[H, W, 3]`
+    with values in [0, 1]).
     """
     fps: float
     """Playback rate in frames per second."""
     quality: int
     """JPEG quality, 1 to 100."""
     frames_per_message: int | None
-    """Number of frames in each message. None: a whole chunk, except for `ndarray_f32`, where
-    clients expect 4 frames.
+    """Number of frames in each message. None: a whole chunk, or 4 frames for `ndarray_f32`, because
+    its clients expect 4.
     """
     dialect: MessageDialect
     """Array dialect that the client uses."""
     with_mp4: bool = False
-    """Whether to add an MP4 file of the frames as `mp4`, for clients that display images and record
-    video. Default: False.
+    """Whether to add an MP4 file of the frames to each reply, in the `mp4` field, for clients that
+    display images and record video. Default: False.
     """
     mp4_scale: int = 1
     """Scale factor of the MP4 file. Default: 1."""
@@ -57,8 +57,8 @@ class FrameRenderer:
     """
 
     def __call__(self, chunk: FinishedChunk) -> Iterator[bytes]:
-        """Yield the messages of a chunk. In each message, `index` and `total` refer to all messages
-        of the request.
+        """Yield a chunk's messages. In each message, `index` and `total` refer to all of the
+        request's messages.
         """
         frames = chunk.stamped_frames(self.fps)
         if len(frames) != chunk.sizes[chunk.number]:
@@ -159,7 +159,7 @@ class FrameRenderer:
 
 
 def _timing(chunk: FinishedChunk, mux_ms: float) -> dict[str, float]:
-    """Return the time in milliseconds that each stage of a chunk took.
+    """Return the time in milliseconds that each of a chunk's stages took.
 
     `queue_ms` is the time that the request spent in the engine's queue and in transit.
     """

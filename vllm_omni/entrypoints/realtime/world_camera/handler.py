@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoint `/v1/realtime/world/camera`, which receives msgpack messages and sends video chunks.
+"""The `/v1/realtime/world/camera` endpoint, which receives msgpack messages and sends video chunks.
 
 The endpoint sends `hello`, converts messages to `SessionJob`s, follows their runs, and replies in
 the client's array encoding. Each connection has one task that receives messages and one task per
@@ -51,10 +51,9 @@ from vllm_omni.runtime import log_context
 logger = logging.getLogger("vllm." + __name__)
 
 PATHS: Final = ("/v1/realtime/world/camera", "/v1/realtime/world/camera/")
-"""Paths of the endpoint. Both paths are routed because WebSocket clients do not follow redirects.
-"""
+"""The endpoint's paths. Both paths are routed because WebSocket clients do not follow redirects."""
 
-_OFF_LOOP_BYTES: Final = 64 * 1024  # messages of this size and above are decoded on a thread
+_OFF_LOOP_BYTES: Final = 64 * 1024  # messages of this size and above are decoded on a worker thread
 
 
 def world_camera_endpoint(manager: SessionManager, max_message_bytes: int) -> RealtimeEndpoint:
@@ -68,7 +67,7 @@ def world_camera_endpoint(manager: SessionManager, max_message_bytes: int) -> Re
 
 
 class _Client(ConnectionHandler):
-    """Handler of one connection, which runs each request in a separate task."""
+    """Handler for one connection. It runs each request in a separate task."""
 
     endpoint = "realtime/world/camera"
     subprotocol = protocol.SUBPROTOCOL
@@ -82,7 +81,7 @@ class _Client(ConnectionHandler):
         self._used: set[SessionKey] = set()
         self._requests: set[asyncio.Task[None]] = set()
         self._endings: weakref.WeakSet[asyncio.Task[None]] = weakref.WeakSet()
-        """Tasks of `_requests` that free a session and may therefore outlive the connection."""
+        """Tasks in `_requests` that free a session and may therefore outlive the connection."""
 
     @property
     def is_active(self) -> bool:
@@ -110,7 +109,7 @@ class _Client(ConnectionHandler):
         await self._send(protocol.error_message(error))
 
     async def stop(self) -> None:
-        """Cancel the runs of this client, but retain its sessions so that it can reconnect."""
+        """Cancel this client's runs, but retain its sessions so that it can reconnect."""
         requests = list(self._requests)
         for task in self._requests.difference(self._endings):
             task.cancel()
@@ -126,7 +125,7 @@ class _Client(ConnectionHandler):
         return True
 
     async def session_moved(self, session: Session) -> None:
-        """Send `moved`, unless a request of this client ends with that message."""
+        """Send `moved`, unless one of this client's requests ends with that message."""
         if any(run.is_followed_by(self) for run in session.delivery_log.runs.values()):
             return
         assert session.destination is not None
@@ -208,7 +207,7 @@ class _Client(ConnectionHandler):
     async def _response(
         self, message: protocol.ClientMessage, work: Callable[[], Awaitable[None]]
     ) -> None:
-        """Run the work of one message. A failure is reported to the client as an error of this
+        """Run one message's work. A failure is reported to the client as an error for this
         message.
         """
         log_context.bind(session_id=self._session_id(message))
@@ -284,7 +283,7 @@ class _Client(ConnectionHandler):
             )
 
     async def _follow(self, session: Session, run: SessionRun, start: int = 0) -> bool:
-        """Deliver the replies of a run to this connection.
+        """Deliver a run's replies to this connection.
 
         If this connection ends and no other connection follows the run, the run is cancelled.
         """
@@ -369,7 +368,7 @@ class _Client(ConnectionHandler):
         """Return a session, or None if the server has no session with this id.
 
         Raises:
-            EndpointError: `moved`, because the session continues on another server.
+            EndpointError: `moved` if the session continues on another server.
         """
         session = self.manager.find(self._key(session_id))
         if session is None:
@@ -427,7 +426,7 @@ class _Client(ConnectionHandler):
 
     async def _resume(self, message: protocol.ResumeMessage) -> None:
         session_id = self._session_id(message)
-        # A session that was moved still has the replies that its client has not received.
+        # A moved session still has the replies that its client has not received.
         moved = self.manager.find_moved(self._key(session_id))
         session = self._known(session_id) if moved is None else moved
         try:

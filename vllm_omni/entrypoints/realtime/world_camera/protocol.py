@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Typed messages of `/v1/realtime/world/camera`: the requests of clients and the replies of the
-server.
+"""Typed messages of `/v1/realtime/world/camera`: client requests and server replies.
 
 A message is a map with an `endpoint` key (default `infer`). Unknown keys are ignored because other
 clients of this protocol send additional keys. If a known key has a wrong type or value, the message
-is refused with an error that names the key. Fields with arrays have the type `Any` here;
+is refused with an error that names the key. Fields that contain arrays have the type `Any` here;
 `../controls/camera.py` and `../connection/images.py` check them.
 """
 
@@ -34,45 +33,48 @@ Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Generation settings of one `infer` request."""
+    """Generation settings for one `infer` request."""
 
     height: Annotated[int, msgspec.Meta(ge=8, le=8192)] | None = None
-    """Height of the frames in pixels, 8 to 8192. Default: the server's height."""
+    """Frame height in pixels, 8 to 8192. Default: the server's height."""
     width: Annotated[int, msgspec.Meta(ge=8, le=8192)] | None = None
-    """Width of the frames in pixels, 8 to 8192. Default: the server's width."""
+    """Frame width in pixels, 8 to 8192. Default: the server's width."""
     num_frames: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
     """Number of pixel frames to generate. Default: one frame per pose."""
     fps: Annotated[float, msgspec.Meta(ge=1, le=240)] | None = None
     """Playback rate in frames per second, 1 to 240. Default: the model's frame rate."""
     seed: RequestedSeed | None = None
-    """Noise seed. Default: the server draws a random seed."""
+    """Noise seed. Default: the server selects a random seed."""
     frames_per_chunk: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
     """Number of frames in one reply. Default: a whole chunk, except 4 for `ndarray_f32` and 1 for
     `h264`.
     """
     session_id: SessionId | None = None
-    """Session of the message. This key has the same meaning as `session_id` of the message itself.
+    """Session that the message refers to. This key has the same meaning as the message's own
+    `session_id`.
     """
     num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
     """Number of denoise steps, which is passed to the model. Default: the model's default."""
     guidance_scale: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
-    """Scale of classifier-free guidance, which is passed to the model. Default: the model's
-    default.
+    """Classifier-free guidance scale, which is passed to the model. Default: the model's default.
     """
     negative_prompt: Annotated[str, msgspec.Meta(max_length=16384)] | None = None
     """Negative prompt, which is passed to the model. Default: the model's default."""
     video_format: str | None = None
-    """Encoding of the frames, one of `CODECS`.
+    """Frame encoding, one of `CODECS`.
 
     Default: `mp4`, except `ndarray_f32` for clients of the protocol's first version.
     """
     with_mp4: bool = False
-    """Whether to add an MP4 file of the frames to each reply, as `mp4`. Default: False."""
+    """Whether to add an MP4 file of the frames to each reply, in the `mp4` field. Default: False.
+    """
     mp4_scale: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
-    """Integer scale factor of the `mp4` file, up to a side of 1280 pixels. Default: 1."""
+    """Integer scale factor of the `mp4` file. The factor is limited so that no side is enlarged
+    beyond 1280 pixels. Default: 1.
+    """
     key_frame: bool = False
-    """Whether `h264` frames must start with a key frame, because the client has joined or has lost
-    frames. The first frame of a session is always a key frame. Default: False.
+    """Whether `h264` frames must start with a key frame, for example because the client has just
+    joined or has lost frames. The first frame of a session is always a key frame. Default: False.
     """
     transfer_ms: Annotated[float, msgspec.Meta(ge=0, le=600_000)] | None = None
     """Time in milliseconds from the first to the last message of the previous chunk, as measured by
@@ -94,13 +96,15 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
     removes all adapters. Default: the adapters do not change.
     """
     options: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Model options, whose values are JSON types. The model validates the options."""
+    """Model options, whose values have JSON types. The model validates the options."""
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
 
     def model_options(self) -> dict[str, Any]:
-        """Return the options that the client sent and that are passed to the model unchanged."""
+        """Return the options to pass to the model, including those that have fields of their
+        own.
+        """
         named = {
             name: getattr(self, name)
             for name in ("num_inference_steps", "guidance_scale", "negative_prompt")
@@ -120,19 +124,19 @@ class ClientMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Value of the `endpoint` key that selects this message type."""
 
     session_id: SessionId | None = None
-    """Session of the message. Default: the connection's own session."""
+    """Session that the message refers to. Default: the connection's own session."""
     request_id: RequestId | None = None
-    """Id that the client gives to the request, 1 to 128 characters. Default: the server generates
+    """Id that the client assigns to the request, 1 to 128 characters. Default: the server generates
     an id.
     """
     protocol_version: int | None = None
-    """Version of the protocol. A client that sends this key receives additional messages, which are
+    """Protocol version. A client that sends this key receives additional messages, which are
     specific to this server.
     """
 
 
 class InferMessage(ClientMessage, frozen=True, kw_only=True):
-    """Request to generate the frames of a camera path or of a sequence of actions."""
+    """Request to generate the frames for a camera path or an action sequence."""
 
     endpoint: ClassVar[str] = "infer"
     """See `ClientMessage`."""
@@ -142,32 +146,33 @@ class InferMessage(ClientMessage, frozen=True, kw_only=True):
     image: Any = None
     """Start image."""
     images: NamedSources = {}
-    """Named images, for models that take them (`actions.images` of `hello`). Each image may have
-    any form that is allowed for `image`.
+    """Named images, for models that accept them (`actions.images` in `hello`). Each image may have
+    any form allowed for `image`.
     """
     prompt: str | None = None
     """Prompt. Default: the prompt does not change."""
     camera: dict[str, Any] | None = None
     """Camera path with `poses` and `intrinsics`."""
     cameras: dict[str, Any] | None = None
-    """Alternative name of `camera`."""
+    """Alternative name for `camera`."""
     actions: Annotated[list[ActionEntry], msgspec.Meta(max_length=4096)] | None = None
     """Actions with one entry per latent frame."""
     restart: bool = False
-    """Whether to discard the existing state of the session and start again. Default: False."""
+    """Whether to discard the session's existing state and restart the session. Default: False."""
     extra_body: ExtraBody = ExtraBody()
-    """Generation settings of the request."""
+    """Generation settings for the request."""
 
     def camera_path(self, max_poses: int, size: tuple[int, int]) -> CameraPath | None:
         """Return the camera path after checking it, or None if the message contains actions.
 
         Args:
             max_poses: Maximum number of poses.
-            size: Width and height to which the intrinsics refer, unless the path specifies another
+            size: Width and height that the intrinsics refer to if the path does not specify another
                 size.
 
         Raises:
-            EndpointError: The path is missing or invalid, or `camera` and `cameras` differ.
+            EndpointError: The path is missing or invalid, or `camera` and `cameras` have different
+                values.
         """
         paths = [
             _camera_path(value, max_poses, size)
@@ -201,7 +206,7 @@ class InferMessage(ClientMessage, frozen=True, kw_only=True):
         """Return the actions after checking them against the model's controls.
 
         Raises:
-            EndpointError: `invalid_action`.
+            EndpointError: `invalid_action` if the actions do not match the controls.
         """
         if self.actions is None:
             return None
@@ -242,7 +247,7 @@ class PingMessage(ClientMessage, frozen=True, kw_only=True):
 
 
 class BranchMessage(ClientMessage, frozen=True, kw_only=True):
-    """Request to copy the current state of a session to a new session."""
+    """Request to copy a session's current state to a new session."""
 
     endpoint: ClassVar[str] = "branch"
     """See `ClientMessage`."""
@@ -261,7 +266,7 @@ class ResumeMessage(ClientMessage, frozen=True, kw_only=True):
 
     last_chunk_id: Index | None = None
     """Index of the last chunk that the client has received. Default: the client has received no
-    chunk.
+    chunks.
     """
 
 
@@ -283,8 +288,8 @@ def parse(value: Any, limits: EndpointLimits) -> ClientMessage:
     """Convert a decoded message to the struct of its message type.
 
     Raises:
-        EndpointError: `invalid_request`, `unknown_endpoint`, `prompt_too_long` or
-        `unsupported_codec`.
+        EndpointError: The message is invalid (`invalid_request`, `unknown_endpoint`,
+            `prompt_too_long` or `unsupported_codec`).
     """
     if not isinstance(value, dict):
         raise EndpointError("invalid_request", f"a message must be a map, got {_kind(value)}")
@@ -335,7 +340,7 @@ def _check_infer(infer: InferMessage, limits: EndpointLimits) -> None:
 def check_prompt(
     prompt: str, limits: EndpointLimits, *, empty_ok: bool = True, name: str = "the prompt"
 ) -> None:
-    """Check the length of a prompt.
+    """Check a prompt's length.
 
     Args:
         prompt: The prompt.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unmasked attention for one sequence, using the fastest kernel that the device supports.
+"""Unmasked attention for one sequence, with the fastest kernel that the device supports.
 
 vLLM's FlashAttention 3 is used on the CUDA devices that it supports. On other devices, torch's
 scaled-dot-product attention selects cuDNN, flash attention or a CPU kernel. The caller makes
@@ -21,8 +21,8 @@ from vllm_omni.model_executor.layers.fast_path import FastPath, Lack, lacks_gpu,
 
 @cache
 def _flash_attention(*versions: int) -> Callable[..., torch.Tensor] | None:
-    """Return vLLM's `flash_attn_varlen_func` for the first of `versions` that the CUDA device
-    supports, or None if it supports none of them.
+    """Return vLLM's `flash_attn_varlen_func` for the first of the FlashAttention `versions` that
+    the CUDA device supports, or None if it supports none of them.
     """
     found = [version for version in versions if not _lacks_flash_attention(version)]
     if not found:
@@ -33,8 +33,8 @@ def _flash_attention(*versions: int) -> Callable[..., torch.Tensor] | None:
 
 
 def _lacks_flash_attention(version: int) -> Lack:
-    """Return the reason why vLLM cannot run this version of FlashAttention on the current CUDA
-    device, or a falsy `Lack` if it can.
+    """Return the reason why vLLM cannot run this FlashAttention version on the current CUDA device,
+    or a falsy `Lack` if vLLM can.
     """
     try:
         from vllm.vllm_flash_attn.flash_attn_interface import fa_version_unsupported_reason
@@ -45,14 +45,16 @@ def _lacks_flash_attention(version: int) -> Lack:
 
 @cache
 def flash_attention_3(device: torch.device, dtype: torch.dtype) -> FastPath:
-    """Return whether `attention` uses FlashAttention 3 for tensors of this device and dtype."""
+    """Return whether `attention` uses FlashAttention 3 for tensors on this device and of this
+    dtype.
+    """
     lack = lacks_gpu(device) or lacks_half(dtype, "--dtype") or _lacks_flash_attention(3)
     return lack.of("flash_attention_3", "torch's scaled_dot_product_attention")
 
 
 @cache
 def cudnn_cross_attention(device: torch.device, dtype: torch.dtype) -> FastPath:
-    """Return whether `cross_attention` uses cuDNN for tensors of this device and dtype."""
+    """Return whether `cross_attention` uses cuDNN for tensors on this device and of this dtype."""
     attention_path = flash_attention_3(device, dtype)
     lack = Lack(attention_path.reason, attention_path.remedy) or Lack(
         "" if torch.backends.cudnn.is_available() else "torch is built without cuDNN"
@@ -108,12 +110,12 @@ def attention(
 
 
 def cross_attention(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor) -> torch.Tensor:
-    """Return `attention` for many queries over the few keys of a prompt.
+    """Return `attention` for many queries over a prompt's few keys.
 
     Hopper GPUs use cuDNN, because it is faster than FlashAttention 3 for so few keys. cuDNN builds
     an execution plan for each new size. Building plans costs little in total, because prompts have
-    few different sizes. vLLM disables cuDNN in torch's automatic choice of kernels, so this
-    function calls it explicitly.
+    few different sizes. vLLM disables cuDNN in torch's automatic kernel selection, so this function
+    calls cuDNN explicitly.
     """
     if cudnn_cross_attention(q_TNH.device, q_TNH.dtype).is_on:
         q, k, v = _batch_of_one(q_TNH, k_SNH, v_SNH)
@@ -125,7 +127,7 @@ def cross_attention(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tenso
 
 
 def _batch_of_one(*tensors_TNH: torch.Tensor) -> list[torch.Tensor]:
-    """Return each tensor as a view [1, N, T, H], the layout of torch's attention."""
+    """Return each tensor as a view [1, N, T, H], the layout that torch's attention uses."""
     return [x_TNH.transpose(0, 1).unsqueeze(0) for x_TNH in tensors_TNH]
 
 
@@ -136,8 +138,8 @@ def _is_half(q_TNH: torch.Tensor) -> bool:
 def _attention_to_first(
     q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor, key_range: torch.Tensor
 ) -> torch.Tensor:
-    """Return `attention` over the first `key_range[1]` keys, without synchronising the host on
-    CUDA.
+    """Return `attention` over the first `key_range[1]` keys. On CUDA, the host does not wait for
+    the device.
     """
     if q_TNH.device.type == "cpu":
         seen = slice(0, int(key_range[1]))

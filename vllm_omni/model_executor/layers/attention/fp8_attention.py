@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over FP8 keys and values. On Hopper, cuDNN computes both matrix products in FP8 (e4m3).
+"""Attention over FP8 keys and values. On Hopper, both matrix products run in FP8 (e4m3) with cuDNN.
 
-Queries and the result are also quantized to e4m3; softmax runs in fp32. cuDNN accepts one scale per
-tensor, but a K/V window has one per head. The per-head scales are therefore applied where this is
-exact: the queries are multiplied by the scales of the keys before they are quantized, and the
-result is multiplied by the scales of the values. All scales are powers of two, and none depends on
-the queries.
+Queries and the result are also quantized to e4m3; softmax runs in fp32. cuDNN accepts a single
+scale per tensor, whereas a K/V window has one scale per head. The per-head scales are therefore
+applied where this is exact: the queries are multiplied by the key scales before quantization, and
+the result is multiplied by the value scales. All scales are powers of two, and none depends on the
+queries.
 
-The cuDNN graphs are built with cuDNN's Python package, which vLLM's CUDA builds require. Results
-are bitwise reproducible for calls with the same sizes. `benchmarks/attention_kernels.py` measures
-the speed.
+This module builds the cuDNN graphs with cuDNN's Python package, which vLLM's CUDA builds require.
+Calls with the same sizes have bitwise reproducible results. `benchmarks/attention_kernels.py`
+measures the speed.
 """
 
 # T query tokens, S stored tokens, N heads, H head dim
@@ -28,21 +28,22 @@ from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, dequan
 logger = logging.getLogger("vllm." + __name__)
 
 _QUERY_SCALE = 8.0
-"""Factor applied to the queries before they are quantized. After multiplication by the scales of
-the keys, queries have magnitudes of about 1/4. With this factor, few of them are subnormal in e4m3.
+"""Factor applied to the queries before they are quantized. After multiplication by the key scales,
+queries have magnitudes of about 1/4. With this factor, few of them are subnormal in e4m3.
 """
 _PROBABILITY_SCALE = 256.0
 """Factor applied to the attention probabilities before they are quantized. Before normalisation,
-they are at most 1.
+the probabilities are at most 1.
 """
 _RESULT_SCALE = 4.0
-"""Factor applied to the result before it is quantized. The result is a mean of the scaled values,
-which are below 448 / 16 in the first chunk. With this factor, values of later chunks may be four
-times as large without exceeding the e4m3 maximum of 448.
+"""Factor applied to the result before it is quantized. The result is a weighted mean of the scaled
+values, which are below 448 / 16 in the first chunk. With this factor, values in later chunks may be
+four times as large as in the first chunk without exceeding the e4m3 maximum of 448.
 """
 _FEWEST_KEYS = 2
-"""Minimum ratio of keys to queries for which FP8 is used. At lower ratios, bf16 products are
-equally fast."""
+"""Minimum ratio of keys to queries at which FP8 is used. At lower ratios, bf16 attention is equally
+fast.
+"""
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Maps queries [T, N, H], keys [S, N, H] and values [S, N, H] to the result [T, N, H]. All of these
@@ -62,7 +63,7 @@ def fp8_attention(
         q_TNH: Queries, not quantized.
         stored_2SNH: Keys and values, e4m3.
         scales_2N: Scales per head, fp32 powers of two.
-        tokens_S: int64 positions of the visible tokens, in order. Default: all.
+        tokens_S: int64 positions of the visible tokens, in order. Default: all tokens.
 
     Returns:
         The result in the dtype of `q_TNH`. None if dequantizing first is equally fast, or if this
@@ -79,8 +80,9 @@ def fp8_attention(
 def fp8_product(
     num_queries: int, stored_2SNH: torch.Tensor, tokens_S: torch.Tensor | None = None
 ) -> Product | None:
-    """Return the FP8 product that `fp8_attention` uses for this number of queries, or None if
-    `fp8_attention` does not use FP8 for them."""
+    """Return the FP8 attention function that `fp8_attention` uses for this number of queries, or
+    None if `fp8_attention` does not use FP8 for them.
+    """
     _, keys, *head = stored_2SNH.shape
     keys = keys if tokens_S is None else len(tokens_S)
     if keys < _FEWEST_KEYS * num_queries or not cudnn_fp8_attention(stored_2SNH.device).is_on:
@@ -112,7 +114,7 @@ def quantized_attention(
     """Return the result of `fp8_attention` in e4m3, for queries in e4m3.
 
     The caller has divided the queries by `query_scales` and must multiply the result by
-    `result_scales`. Call this function only if `fp8_product` returns a product.
+    `result_scales`. Call this function only if `fp8_product` does not return None.
     """
     product = fp8_product(len(q_TNH), stored_2SNH, tokens_S)
     assert product is not None, "queries are rounded for a product"
@@ -121,13 +123,13 @@ def quantized_attention(
 
 
 def query_scales(k_scales: torch.Tensor) -> torch.Tensor:
-    """Return the divisors for quantizing the queries, from the per-head scales of the keys."""
+    """Compute the divisors for quantizing the queries from the per-head key scales."""
     return (k_scales * _QUERY_SCALE).reciprocal()
 
 
 def result_scales(v_scales: torch.Tensor) -> torch.Tensor:
-    """Return the factors for dequantizing the product's result, from the per-head scales of the
-    values.
+    """Compute the factors for dequantizing the result of FP8 attention from the per-head value
+    scales.
     """
     return v_scales / _RESULT_SCALE
 
@@ -142,7 +144,9 @@ def _chosen(stored_2SNH: torch.Tensor, tokens_S: torch.Tensor | None) -> torch.T
 
 @cache
 def cudnn_fp8_attention(device: torch.device) -> FastPath:
-    """Return whether `device` is a Hopper GPU and cuDNN's Python package is installed."""
+    """Return whether FP8 attention with cuDNN is available: `device` must be a Hopper GPU, and
+    cuDNN's Python package must be installed.
+    """
     lack = lacks_hopper(device) or lacks_package("cudnn", "nvidia-cudnn-frontend")
     return lack.of("cudnn_fp8_attention", "FP8 keys and values are dequantized before attention")
 
@@ -154,7 +158,7 @@ def _product(
     stored_stride: tuple[int, ...],
     device: torch.device,
 ) -> Product | None:
-    """Return cuDNN's product for tensors of these sizes, or None if cuDNN rejects them."""
+    """Return cuDNN's FP8 attention for tensors of these sizes, or None if cuDNN rejects them."""
     import cudnn
 
     fp32, e4m3 = cudnn.data_type.FLOAT, cudnn.data_type.FP8_E4M3
@@ -164,7 +168,7 @@ def _product(
     )
 
     def tensor(name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> Any:
-        """Describe a tensor [tokens, heads, channels] to cuDNN."""
+        """Return cuDNN's descriptor of a tensor [tokens, heads, channels]."""
         tokens, heads, width = shape
         return graph.tensor(
             name=name,

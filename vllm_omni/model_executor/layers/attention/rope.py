@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding over (frame, row, column), for video transformers of the Wan family.
+"""Rotary position embedding over (frame, row, column), for Wan-family video transformers.
 
 A head of size H has H/2 complex channels, which consist of the interleaved pairs (2i, 2i+1) and are
-divided among the three axes. Channel j of an axis with n real dimensions rotates by position *
-theta^(-2j/n). Angles are computed in fp64 from absolute positions, and their cosines and sines are
-rounded once to fp32. There is no precomputed table, so frame indices are not limited.
+divided among the three axes. Channel j of an axis that has n real dimensions is rotated by
+position * theta^(-2j/n). Angles are computed in fp64 from absolute positions, and their cosines and
+sines are rounded once to fp32. There is no precomputed table, so frame indices are not limited.
 """
 
 # L tokens of a chunk in (frame, row, column) order, N heads, H head dim, C = H/2 complex channels
@@ -12,19 +12,21 @@ rounded once to fp32. There is no precomputed table, so frame indices are not li
 import torch
 
 THETA = 10000.0
-"""Base of the rotation frequencies (theta) in all networks of the Wan family."""
+"""Base of the rotation frequencies (theta) in all Wan-family networks."""
 
 
 def axis_dims(head_dim: int) -> tuple[int, int, int]:
     """Return the number of real dimensions of a head for (frame, row, column), for example (44, 42,
-    42) for a head of 128."""
+    42) for a head size of 128.
+    """
     spatial = 2 * (head_dim // 6)
     return head_dim - 2 * spatial, spatial, spatial
 
 
 def temporal_frequencies(head_dim: int) -> torch.Tensor:
-    """Return the rotation angle per frame of each temporal channel, fp64 on the CPU. The temporal
-    channels come first in a head."""
+    """Return each temporal channel's rotation angle per frame, fp64 on the CPU. A head's temporal
+    channels come first.
+    """
     return _frequencies(axis_dims(head_dim)[0], THETA)
 
 
@@ -33,7 +35,7 @@ def _frequencies(dim: int, theta: float) -> torch.Tensor:
 
 
 def axis_tables(positions: range, dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (cos, sin) [positions, dim / 2] of one axis, fp32 on the CPU."""
+    """Return (cos, sin) for one axis, fp32 on the CPU. Shape of each: [positions, dim / 2]."""
     angles = torch.outer(
         torch.arange(positions.start, positions.stop, dtype=torch.float64), _frequencies(dim, theta)
     )
@@ -62,7 +64,7 @@ def rope_tables(
 
 
 def apply_rope(x_LNH: torch.Tensor, cos_LC: torch.Tensor, sin_LC: torch.Tensor) -> torch.Tensor:
-    """Rotate each interleaved pair of `x_LNH`, which may have additional dimensions before L. The
+    """Rotate each interleaved pair in `x_LNH`, which may have additional dimensions before L. The
     computation and the result are fp32.
     """
     even, odd = x_LNH.float().unflatten(-1, (-1, 2)).unbind(-1)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives of tensor-, sequence- and pipeline-parallel ranks."""
+"""Collectives for tensor-, sequence- and pipeline-parallel ranks."""

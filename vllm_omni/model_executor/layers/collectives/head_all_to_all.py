@@ -3,8 +3,8 @@
 after it.
 
 `CollectiveHeadAllToAll` packs bytes and calls an all-to-all. `PeerHeadAllToAll` writes into the
-memory of the other ranks if the GPUs support it (`ParallelContext.peers`). Without sequence
-parallelism no data moves.
+other ranks' memory if the GPUs support it (`ParallelContext.peers`). Without sequence parallelism,
+no data moves.
 """
 
 # B requests, T tokens (T_r: tokens of rank r), N heads (N_r = N / size), H head dim, K tensors of
@@ -23,13 +23,13 @@ from vllm_omni.model_executor.layers.cuda_graphs import persistent_buffer, persi
 def tokens_to_heads(
     parallel: ParallelContext, parts: Sequence[torch.Tensor], num_tokens: int
 ) -> list[torch.Tensor]:
-    """Reshard all `parts` in a single all-to-all: [B, T_r, N, H] (this rank's tokens) -> [B,
-    num_tokens, N_r, H] (this rank's heads).
+    """Reshard all `parts` in a single all-to-all: [B, T_r, N, H] (this rank's tokens) ->
+    [B, num_tokens, N_r, H] (this rank's heads).
 
     Args:
-        parallel: Parallel layout of this rank.
+        parallel: This rank's parallel layout.
         parts: Tensors of the same shape.
-        num_tokens: Total number of tokens of all ranks.
+        num_tokens: Total number of tokens across all ranks.
 
     Returns:
         The resharded tensors, valid until the next call, which may reuse their memory.
@@ -55,7 +55,7 @@ def heads_to_tokens(parallel: ParallelContext, x_BTNH: torch.Tensor) -> torch.Te
 
 
 def heads_apart(parallel: ParallelContext, x_BTNH: torch.Tensor) -> torch.Tensor:
-    """Return the result of `heads_to_tokens` in the layout in which it is received, with one slice
+    """Return the result of `heads_to_tokens` in the layout that this rank receives, with one slice
     per sending rank: [B, T_r, size, N_r, H].
 
     This function requires sequence parallelism. The result is valid until the next call, which may
@@ -75,7 +75,7 @@ def heads_apart(parallel: ParallelContext, x_BTNH: torch.Tensor) -> torch.Tensor
 def _heads_written(
     parallel: ParallelContext, peers: PeerMemory, x_BTNH: torch.Tensor
 ) -> torch.Tensor:
-    """Implement `heads_apart` by writing the tokens of each rank into that rank's memory."""
+    """Implement `heads_apart` by writing each rank's tokens into that rank's memory."""
     batch, num_tokens, *of_token = x_BTNH.shape
     lengths = split_evenly(num_tokens, parallel.size)
     longest = batch * lengths[0] * parallel.size * x_BTNH[0, 0].numel() * x_BTNH.itemsize
@@ -95,7 +95,8 @@ def head_all_to_all(
     parts: Sequence[tuple[torch.dtype, int]],
     num_tokens: int,
 ) -> "HeadAllToAll":
-    """Return an all-to-all from tokens to heads that writes to peer memory if it is available.
+    """Return an all-to-all from tokens to heads that writes to peer memory if peer memory is
+    available.
 
     For the arguments, see `HeadAllToAll`.
     """
@@ -106,15 +107,15 @@ def head_all_to_all(
 class HeadAllToAll:
     """One all-to-all that sends this rank's tokens to the ranks that own the heads.
 
-    All bytes of a token are contiguous. In the received data, the tokens of consecutive ranks are
+    Each token's bytes are contiguous. In the received data, the tokens of consecutive ranks are
     adjacent.
 
     Args:
-        parallel: Parallel layout of this rank.
-        like_BTNH: A tensor of shape [B, T_r, N, H] on the device of this rank's tensors.
+        parallel: This rank's parallel layout.
+        like_BTNH: A tensor of shape [B, T_r, N, H] on the device that holds this rank's tensors.
         parts: (dtype, number of tensors) of each part, widest dtype first. Each tensor has the
             shape of `like_BTNH`.
-        num_tokens: Total number of tokens of all ranks.
+        num_tokens: Total number of tokens across all ranks.
     """
 
     def __init__(
@@ -138,24 +139,27 @@ class HeadAllToAll:
         raise NotImplementedError
 
     def send_buffer(self, part: int, rank: int) -> torch.Tensor:
-        """Return the send buffer for one part of the heads that `rank` owns: [K, B, T_r, N_r, H] in
-        the dtype of the part.
+        """Return the send buffer that holds one part of the data for the heads that `rank` owns:
+        [K, B, T_r, N_r, H] in the part's dtype.
         """
         raise NotImplementedError
 
     def send(self, part: int, x_BTNH: torch.Tensor) -> None:
-        """Write a part that consists of a single tensor into the send buffers of all ranks."""
+        """Write a part that consists of one tensor into the send buffers, each rank's heads into
+        that rank's buffer.
+        """
         for rank, x in enumerate(x_BTNH.unflatten(-2, (self._parallel.size, -1)).unbind(-3)):
             in_words(self.send_buffer(part, rank)[0]).copy_(in_words(x))
 
     def exchange(self) -> list[torch.Tensor]:
-        """Exchange all parts and return, for each part, the tensors of this rank's heads: [K, B,
-        num_tokens, N_r, H]."""
+        """Run the all-to-all for all parts and return, for each part, the tensors of this rank's
+        heads: [K, B, num_tokens, N_r, H].
+        """
         raise NotImplementedError
 
     def _typed(self, bytes_: torch.Tensor) -> list[torch.Tensor]:
-        """View bytes [..., T, B, bytes of a token] as one tensor [K, B, T, ..., N_r, H] per part,
-        in the part's dtype.
+        """View bytes [..., T, B, bytes per token] as one tensor [K, B, T, ..., N_r, H] per part, in
+        the part's dtype.
         """
         components = bytes_.split(self._bytes, dim=-1)
         return [
@@ -167,7 +171,7 @@ class HeadAllToAll:
 
 
 class CollectiveHeadAllToAll(HeadAllToAll):
-    """A `HeadAllToAll` that packs the data for each rank and sends it in one all-to-all of
+    """A `HeadAllToAll` that packs the data for each rank and sends it in a single all-to-all of
     bytes.
     """
 
@@ -181,7 +185,7 @@ class CollectiveHeadAllToAll(HeadAllToAll):
         return self._send_buffers[part][:, :, :, rank]
 
     def send(self, part: int, x_BTNH: torch.Tensor) -> None:
-        """Write a part into the send buffers of all ranks in one copy."""
+        """Write a part into all ranks' send buffers in a single copy."""
         in_words(self._send_buffers[part][0]).copy_(
             in_words(x_BTNH.unflatten(-2, (self._parallel.size, -1)))
         )
@@ -195,7 +199,7 @@ class CollectiveHeadAllToAll(HeadAllToAll):
 
 
 class PeerHeadAllToAll(HeadAllToAll):
-    """A `HeadAllToAll` that writes directly into the memory from which the other ranks read."""
+    """A `HeadAllToAll` that writes directly into the memory that the other ranks read."""
 
     def _start(self, like_BTNH: torch.Tensor) -> None:
         peers, (tokens, batch, row) = self._parallel.peers, self._received_shape

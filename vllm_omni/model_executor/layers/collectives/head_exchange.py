@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`HeadExchange`: self-attention over K/V windows, with a Ulysses all-to-all before and after it.
 
-A rank computes queries, keys and values of all heads, but only for its own tokens. The rank's K/V
-windows hold all tokens, but only of the rank's own heads. An all-to-all therefore reshards from
+A rank computes queries, keys and values for all heads, but only for its own tokens. The rank's K/V
+windows hold all tokens, but only for the rank's own heads. An all-to-all therefore reshards from
 tokens to heads before attention, and back after it.
 
 If windows store FP8, `QuantizedExchange` quantizes keys and values before the all-to-all instead of
-after it, directly into the send buffer. If attention also multiplies in FP8,
-`QuantizedQueriesExchange` also quantizes the queries, and dequantizes the result after its
-all-to-all. Quantizing before the all-to-all halves the number of bytes sent and leaves windows and
-results bitwise equal. Each rank stores only the scales of its own heads, so the ranks gather all
-scales once per forward pass. The gathered scales are copies; the windows remain the only owner of
-the scales. The first chunk of a session uses `HeadExchange` itself, because its keys and values
-determine the scales.
+after it, directly into the send buffer. If attention also runs in FP8, `QuantizedQueriesExchange`
+also quantizes the queries, and dequantizes the attention output after the all-to-all that follows
+attention. Compared with quantizing after the all-to-all, quantizing before it halves the number of
+bytes sent and leaves windows and results bitwise unchanged. Each rank stores only the scales of its
+own heads, so the ranks gather all scales once per forward pass. The gathered scales are copies; the
+windows remain the only owner of the scales. A session's first chunk uses `HeadExchange` itself,
+because its keys and values determine the scales.
 """
 
 # B batch entries (one chunk of one session each), L layers, T_r tokens of this rank, T tokens of
@@ -44,13 +44,13 @@ from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, dequan
 def head_exchange(
     parallel: ParallelContext, items: Sequence[WindowItem], num_tokens: int
 ) -> "HeadExchange":
-    """Return the `HeadExchange` for one forward pass. The call is collective, and all ranks get an
+    """Return the `HeadExchange` for one forward pass. The call is collective. All ranks get an
     instance of the same class.
 
     Args:
-        parallel: Parallel layout of this rank.
-        items: The chunks of the batch.
-        num_tokens: Number of tokens of one chunk, over all ranks.
+        parallel: This rank's parallel layout.
+        items: The batch's chunks.
+        num_tokens: Number of tokens in one chunk, across all ranks.
     """
     if parallel.sequence_parallel:
         windows = [item.window.quantized_ahead(item.frames) for item in items]
@@ -67,7 +67,8 @@ def head_exchange(
 
 class HeadExchange(WindowAttention):
     """Attention with an all-to-all of unquantized tensors. Without sequence parallelism, no data
-    moves."""
+    moves.
+    """
 
     def __init__(self, parallel: ParallelContext, num_tokens: int) -> None:
         self.parallel = parallel
@@ -88,11 +89,11 @@ class HeadExchange(WindowAttention):
         """Write the K/V of `layer` into the windows, then compute attention.
 
         Args:
-            items: The chunks of the batch.
+            items: The batch's chunks.
             layer: Index of the layer on this rank.
-            q_BTNH: Queries of this rank's tokens, [B, T_r, N, H].
-            k_BTNH: Keys, of the same shape as the queries.
-            v_BTNH: Values, of the same shape as the queries.
+            q_BTNH: Queries for this rank's tokens, [B, T_r, N, H].
+            k_BTNH: Keys, with the same shape as the queries.
+            v_BTNH: Values, with the same shape as the queries.
             write_only: Whether to return None after writing, without computing attention.
 
         Returns:
@@ -109,7 +110,8 @@ class HeadExchange(WindowAttention):
 
 class QuantizedExchange(HeadExchange):
     """A `HeadExchange` that quantizes keys and values before the all-to-all and sends queries
-    unquantized."""
+    unquantized.
+    """
 
     def __init__(
         self, parallel: ParallelContext, num_tokens: int, windows: Sequence[KVWindow]
@@ -159,13 +161,14 @@ class QuantizedExchange(HeadExchange):
     def _to_tokens(
         self, layer: int, attended_TNH: Sequence[torch.Tensor], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Reshard the attention results of this rank's heads to [B, T_r, N, H]."""
+        """Reshard the attention results for this rank's heads to [B, T_r, N, H]."""
         return heads_to_tokens(self.parallel, stack(attended_TNH))
 
 
 class QuantizedQueriesExchange(QuantizedExchange):
-    """A `QuantizedExchange` that also quantizes queries, and dequantizes the result of FP8
-    attention after its all-to-all."""
+    """A `QuantizedExchange` that also quantizes queries, and dequantizes the output of FP8
+    attention after the all-to-all that follows it.
+    """
 
     def __init__(
         self, parallel: ParallelContext, num_tokens: int, windows: Sequence[KVWindow]
@@ -202,9 +205,10 @@ class QuantizedQueriesExchange(QuantizedExchange):
 def _send_quantized(
     all_to_all: HeadAllToAll, part: int, parts_BTNH: tuple[torch.Tensor, ...], scales: torch.Tensor
 ) -> None:
-    """Quantize the heads of each rank with `quantize`, directly into the send buffer.
+    """Quantize each rank's heads with `quantize`, directly into the send buffer.
 
-    `scales` is [B, rank, K, N_r]."""
+    Shape of `scales`: [B, rank, K, N_r].
+    """
     apart = [x.unflatten(-2, (scales.shape[1], -1)) for x in parts_BTNH]
     for rank in range(scales.shape[1]):
         position_KBTNH = all_to_all.send_buffer(part, rank)

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This rank's parallel layout, its collectives, and the placement of checkpoint tensors on it.
+"""This rank's parallel layout, its collectives, and its parts of the checkpoint tensors.
 
-A model receives a `ParallelContext` explicitly. The ranks of the context form one group, used in
-one of two ways:
+A model receives a `ParallelContext` explicitly. The context's ranks form one group, which is used
+in one of two ways:
 
-- tensor parallel: every rank has all tokens and a part of each layer's channels (heads, FFN
-  columns);
-- sequence parallel (Ulysses): every rank has all weights and a part of the tokens. An all-to-all
+- tensor parallel: every rank has all tokens and some of each layer's channels (heads, FFN columns);
+- sequence parallel (Ulysses): every rank has all weights and some of the tokens. An all-to-all
   around attention (`head_all_to_all.py`) lets each rank attend with `heads / size` heads over the
   whole sequence.
 
-Pipeline stages split the layers; hidden states are sent between stages by the runner, not by this
-module. With a VAE stage (`omni.vae_stage`), the last rank of the pipeline holds no layers and
-decodes the latents that the other stages produce.
+Pipeline stages split the layers; the runner, not this module, sends hidden states between stages.
+With a VAE stage (`omni.vae_stage`), the pipeline's last rank holds no layers and decodes the
+latents that the other stages produce.
 
-`StageNetwork` is the base class of networks whose blocks are partitioned over stages and can move
-between them.
+`StageNetwork` is the base class for networks whose blocks are partitioned across stages and can
+move between them.
 """
 
 # B requests, T tokens (T_r: tokens of rank r), D channels
@@ -46,7 +45,7 @@ class ParallelContext:
     """One rank's parallel layout."""
 
     rank: int = 0
-    """Index of this rank in `group`."""
+    """This rank's index in `group`."""
     size: int = 1
     """Number of ranks in `group`."""
     group: dist.ProcessGroup | None = None
@@ -54,24 +53,26 @@ class ParallelContext:
     is 1.
     """
     stage: int = 0
-    """Pipeline stage of this rank among the stages with layers; the VAE stage follows them."""
+    """This rank's pipeline stage among the stages that have layers; the VAE stage follows these
+    stages.
+    """
     num_stages: int = 1
-    """Number of stages with layers."""
+    """Number of stages that have layers."""
     sequence_parallel: bool = False
-    """Whether the ranks shard tokens instead of channels."""
+    """Whether the ranks shard tokens rather than channels."""
     vae_stage: bool = False
-    """Whether the last stage of the pipeline only decodes."""
+    """Whether the pipeline's last stage only decodes."""
     partition: tuple[int, ...] = ()
-    """Number of layers of each stage. Default: the layers are distributed as evenly as possible."""
+    """Number of layers on each stage. Default: the layers are distributed as evenly as possible."""
     decode_group: dist.ProcessGroup | None = None
     """A second process group of the same ranks, used when they decode together
     (`omni.vae_parallel`). The group is separate because a decode may run on another CUDA stream
-    concurrently with denoise steps, and collectives of two streams in the same group wait for each
-    other in the order in which they are issued. None: only the first rank decodes.
+    concurrently with denoise steps, and collectives in the same group are serialised in issue
+    order, even across CUDA streams. None: only the first rank decodes.
     """
     encodes: bool = True
-    """Whether this rank holds the text encoder. Only one rank of an engine holds it, and the other
-    ranks receive its text embeddings.
+    """Whether this rank holds the text encoder. Only one of an engine's ranks holds it; the other
+    ranks receive that rank's text embeddings.
     """
     peers: PeerMemory | None = None
     """Symmetric memory of sequence-parallel ranks, through which they write into each other's
@@ -88,17 +89,17 @@ class ParallelContext:
         partition: Sequence[int] = (),
         vae_parallel: bool = False,
     ) -> "ParallelContext":
-        """Return the layout of vLLM's tensor-parallel and pipeline-parallel groups, which the
-        worker has initialised.
+        """Return the layout that corresponds to vLLM's tensor-parallel and pipeline-parallel
+        groups, which the worker has initialised.
 
         Args:
-            sequence_parallel: Whether the ranks shard tokens instead of channels.
+            sequence_parallel: Whether the ranks shard tokens rather than channels.
             vae_stage: Whether the last pipeline stage only decodes.
-            partition: Number of layers of each stage. Default: the layers are distributed as evenly
+            partition: Number of layers on each stage. Default: the layers are distributed as evenly
                 as possible.
-            vae_parallel: Whether the ranks of a stage decode together. Decoding together needs an
-                additional process group, so the call is then collective over all ranks of the
-                engine.
+            vae_parallel: Whether a stage's ranks decode together. Decoding together needs an
+                additional process group, whose creation makes this call collective across all of
+                the engine's ranks.
         """
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
@@ -145,7 +146,7 @@ class ParallelContext:
 
     @property
     def shares_decode(self) -> bool:
-        """Return whether the ranks of one stage decode together."""
+        """Return whether one stage's ranks decode together."""
         return self.decode_group is not None
 
     @property
@@ -166,7 +167,7 @@ class ParallelContext:
             )
 
     def layers(self, num_layers: int) -> range:
-        """Return the consecutive layers of this stage, or an empty range on the VAE stage.
+        """Return this stage's consecutive layers, or an empty range on the VAE stage.
 
         The layers follow `partition`, or are distributed as evenly as possible with longer stages
         first.
@@ -185,7 +186,7 @@ class ParallelContext:
         return range(start, num_layers if self.is_vae_stage else start + lengths[self.stage])
 
     def lengths(self, num_layers: int) -> list[int]:
-        """Return the number of layers of each stage."""
+        """Return the number of layers on each stage."""
         return list(self.partition) or split_evenly(num_layers, self.num_stages)
 
     def token_slice(self, num_tokens: int) -> slice:
@@ -199,11 +200,11 @@ class ParallelContext:
         return slice(start, start + lengths[self.rank])
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum `x` over the tensor-parallel ranks in place. Without tensor parallelism, `x` is
-        returned unchanged.
+        """Return the sum of `x` across the tensor-parallel ranks, which may be computed in place.
+        Without tensor parallelism, `x` is returned unchanged.
 
         Use the result before the next all-reduce of the same shape, because in a CUDA graph both
-        write to the same memory.
+        all-reduces write to the same memory.
         """
         if self.tensor_size > 1:
             x = persistent_copy("reduced", x)
@@ -211,13 +212,13 @@ class ParallelContext:
         return x
 
     def all_gather_channels(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Concatenate the channels of tensor-parallel ranks along the last dimension."""
+        """Concatenate the tensor-parallel ranks' channels along the last dimension."""
         if self.tensor_size == 1:
             return x_TD
         return torch.cat(self._gather(x_TD), dim=-1)
 
     def _gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return `x` of every rank. All tensors must have the same shape."""
+        """Return every rank's `x`. All tensors must have the same shape."""
         own = persistent_copy("gathered", x)
         parts = [
             persistent_buffer(f"gathered from {rank}", own.shape, own) for rank in range(self.size)
@@ -261,14 +262,15 @@ class ParallelContext:
         )
 
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return `x` of every rank. All tensors must have the same shape. Use the results before
-        the next call with the same shape.
+        """Return every rank's `x`, by rank. All tensors must have the same shape. Use the results
+        before the next call with the same shape.
         """
         return [x] if self.size == 1 else self._gather(x)
 
     def gather_tokens(self, x_BTD: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """All-gather the tokens of sequence-parallel ranks: [B, T_r, D] -> [B, num_tokens, D] on
-        every rank."""
+        """All-gather the sequence-parallel ranks' tokens: [B, T_r, D] -> [B, num_tokens, D] on
+        every rank.
+        """
         if not self.sequence_parallel:
             return x_BTD
         lengths = split_evenly(num_tokens, self.size)
@@ -277,7 +279,7 @@ class ParallelContext:
 
 
 def _another_group(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Create a second `group` of the same `ranks`. The call is collective over all ranks of the
+    """Create a second `group` of the same `ranks`. The call is collective across all ranks of the
     world; each rank passes its own group.
     """
     everybody: list[list[int]] = [[]] * dist.get_world_size()
@@ -302,11 +304,11 @@ class CheckpointSlot:
     """Describes which part of a checkpoint tensor this rank holds, and which memory receives it."""
 
     shape: tuple[int, ...]
-    """Shape of the full tensor."""
+    """The full tensor's shape."""
     target: torch.Tensor
     """View into the parameter that receives this rank's part."""
     part: tuple[int, int] | None = None
-    """(dimension, start) of this rank's part of the full tensor. None: the whole tensor."""
+    """(dimension, start) of this rank's part in the full tensor. None: the whole tensor."""
     loader: Callable[[torch.Tensor], None] | None = None
     """Function that extracts this rank's part of a full tensor and fills `target`. None: this
     rank's part is copied."""
@@ -315,7 +317,7 @@ class CheckpointSlot:
         """Copy this rank's part of `full` into `target`.
 
         Raises:
-            ValueError: The shape of `full` is not `shape`.
+            ValueError: The shape of `full` differs from `shape`.
         """
         if tuple(full.shape) != self.shape:
             raise ValueError(f"has shape {tuple(full.shape)}, expected {self.shape}")
@@ -333,13 +335,14 @@ class ShardedModule(nn.Module):
     """A module whose parameters are parts of differently named or larger checkpoint tensors."""
 
     def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
-        """Yield (checkpoint name, slot). `prefix` is the name of this module in the model."""
+        """Yield (checkpoint name, slot). `prefix` is this module's name in the model."""
         raise NotImplementedError
 
 
 def checkpoint_slots(model: nn.Module) -> dict[str, CheckpointSlot]:
     """Return a slot for every checkpoint tensor that `model` needs on this rank, by checkpoint
-    name."""
+    name.
+    """
     slots: dict[str, CheckpointSlot] = {}
     spoken_for: str | None = None  # prefix of a module whose children follow it directly
     for prefix, module in model.named_modules():
@@ -371,25 +374,25 @@ class ChannelWeight(ShardedModule):
 
 
 class StageNetwork(nn.Module):
-    """Base class of a network of identical blocks that are partitioned over pipeline stages."""
+    """Base class for networks of identical blocks that are partitioned across pipeline stages."""
 
     parallel: ParallelContext
-    """Parallel layout of this rank."""
+    """This rank's parallel layout."""
     blocks: nn.ModuleDict
-    """The blocks of this rank, by their index in the whole network."""
+    """This rank's blocks, by their index in the whole network."""
     graphs: ForwardGraphs | None = None
-    """CUDA graphs of the network. None: CUDA graphs are disabled."""
+    """The network's CUDA graphs. None: CUDA graphs are disabled."""
 
     # -- implemented by each network ---------------------------------------------------------------
 
     @property
     def typed_weight(self) -> torch.Tensor:
-        """A parameter that always has the dtype and the device of the network."""
+        """A parameter that always has the network's dtype and device."""
         raise NotImplementedError
 
     def empty_block(self, layer: int) -> nn.Module:
-        """Build an empty block, given its index in the whole network, with torch's default dtype
-        and device.
+        """Build the block with this index in the whole network, without loading its weights, with
+        torch's default dtype and device.
         """
         raise NotImplementedError
 
@@ -405,7 +408,7 @@ class StageNetwork(nn.Module):
 
     @property
     def rings(self) -> MemoryPool[Ring] | None:
-        """The pool of K/V memory, or None without CUDA graphs, because only CUDA graphs benefit
+        """The K/V memory pool. None if CUDA graphs are disabled, because only CUDA graphs benefit
         from reused memory.
         """
         return None if self.graphs is None else self.graphs.pool
@@ -419,7 +422,8 @@ class StageNetwork(nn.Module):
 
     def move_layers(self, move: LayerMove) -> None:
         """Exchange blocks with other stages, so that this stage holds the blocks that `move`
-        assigns to it. The call is collective."""
+        assigns to it. The call is collective.
+        """
 
         def empty(layer: int) -> nn.Module:
             with torch.device(self.device):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PeerMemory`: buffers through which the GPUs of one machine write directly into each other's
-memory instead of calling a collective.
+"""`PeerMemory`: buffers through which one machine's GPUs write directly into each other's memory
+instead of calling a collective.
 
 `PeerMemory` uses torch's symmetric memory: each rank of a group has a buffer of the same size,
 mapped into all ranks, and barriers run on the device. A rank writes data directly to the location
-where another rank reads it. No data is packed, staged or unpacked, and the whole exchange can be
-part of a CUDA graph. Peer memory is faster than NCCL's all-to-all, even without counting the time
-for packing (docs/architecture/speed_log.md).
+from which another rank reads it. No data is packed, staged or unpacked, and the whole exchange can
+be part of a CUDA graph. Peer memory is faster than NCCL's all-to-all, even without counting the
+time for packing (docs/architecture/speed_log.md).
 
 The protocol is: write, call `barrier`, read. A second `barrier` ensures that all ranks have read a
 buffer before a rank writes to it again.
@@ -28,23 +28,24 @@ def _path(lack: Lack) -> FastPath:
 
 
 NOT_SHARDED: Final = _path(Lack("no ranks shard tokens (omni.model.sequence_parallel)"))
-"""The fast path that ranks without sequence parallelism report."""
+"""The fast path that ranks report if they do not use sequence parallelism."""
 
 
 class PeerMemory:
-    """Named buffers of a group's ranks, for use on one CUDA stream. All methods are collective."""
+    """Named buffers for a group's ranks, for use on one CUDA stream. All methods are collective."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._handles: dict[str, Any] = {}
-        # Buffers that were replaced by larger ones, retained because CUDA graphs may still write to
-        # them.
+        # Buffers that were replaced by larger ones. They are retained because CUDA graphs may still
+        # write to them.
         self._replaced: list[Any] = []
 
     @classmethod
     def of_group(cls, group: "GroupCoordinator") -> "tuple[PeerMemory | None, FastPath]":
-        """Return the memory of one of vLLM's groups, or None if its ranks cannot write into each
-        other's memory. The `FastPath` contains the reason."""
+        """Return the peer memory for one of vLLM's groups, or None if its ranks cannot write into
+        each other's memory. The `FastPath` contains the reason.
+        """
         from vllm.distributed.parallel_state import in_the_same_node_as
 
         here = (
@@ -56,7 +57,7 @@ class PeerMemory:
         dist.all_gather_object(devices, here, group=group.cpu_group)
         same_machine = all(in_the_same_node_as(group.cpu_group))
         others = [device for device in devices if device is not None and device != here]
-        # If each rank sees only its own GPU, every rank numbers its GPU 0, and torch cannot detect
+        # If each rank sees only its own GPU, every rank numbers its GPU 0, so torch cannot detect
         # peer access between the GPUs.
         named_apart = here is not None and len(others) == group.world_size - 1
         reaches = named_apart and all(
@@ -75,7 +76,7 @@ class PeerMemory:
         return None if lack else cls(group.device_group), _path(lack)
 
     def buffers(self, name: str, nbytes: int) -> list[torch.Tensor]:
-        """Return each rank's buffer of this name, uint8 [nbytes]. The buffer of an earlier call
+        """Return each rank's buffer with this name, uint8 [nbytes]. The buffer of an earlier call
         with this name is reused if it is large enough.
         """
         handle = self._handles.get(name)

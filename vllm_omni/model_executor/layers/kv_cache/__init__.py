@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K/V caches of sessions: windows, formats, pooled memory."""
+"""Sessions' K/V caches: windows, formats and pooled memory."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`CudaPages`: device memory that is mapped into a reserved address range on demand.
 
-`CudaPages` uses the driver's virtual memory management through NVIDIA's package `cuda.bindings`, a
+`CudaPages` uses the driver's virtual memory management through NVIDIA's `cuda.bindings` package, a
 dependency of torch's CUDA builds. vLLM's `cumem_allocator` (sleep mode) makes the same calls, but
 maps a whole range at once. torch's expandable segments can only grow at their end, whereas a K/V
 window grows in each of its rows.
@@ -22,11 +22,11 @@ def _driver() -> Any:
 
 
 def _call(result: tuple[Any, ...]) -> Any:
-    """Return the value of a driver call.
+    """Return a driver call's value.
 
     Raises:
         torch.OutOfMemoryError: The device does not have enough memory.
-        RuntimeError: Any other error.
+        RuntimeError: The call failed for any other reason.
     """
     driver, (error, *values) = _driver(), result
     if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
@@ -51,7 +51,9 @@ def _index(device: torch.device) -> int:
 
 @cache
 def cuda_page_bytes(device: torch.device) -> int:
-    """Return the smallest unit of memory that the driver maps: 2 MiB on current GPUs."""
+    """Return the size in bytes of the smallest unit of memory that the driver maps: 2 MiB on
+    current GPUs.
+    """
     torch.cuda.init()
     driver = _driver()
     kind = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
@@ -63,14 +65,14 @@ class CudaPages:
 
     Args:
         nbytes: Length of the range, a multiple of the page size.
-        device: CUDA device of the memory.
+        device: CUDA device that holds the memory.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._device, self._nbytes = device, nbytes
         self._page = cuda_page_bytes(device)
         self._mapped: list[range] = []
-        torch.cuda.current_stream(device).synchronize()  # creates the context of this thread
+        torch.cuda.current_stream(device).synchronize()  # creates this thread's CUDA context
         self._start = int(_call(_driver().cuMemAddressReserve(nbytes, 0, 0, 0)))
 
     @property

@@ -2,14 +2,14 @@
 """`GrowingBuffer`: a tensor at a fixed address whose memory is allocated as it fills
 (`omni.kv_growth`).
 
-The buffer of a K/V window is `[layers, 2, tokens, heads, head_dim]`. A window fills its token slots
-in order, so it needs memory for the first tokens of each of the `layers * 2` rows. The address
-range of the whole buffer is reserved at the start, which takes no memory, and pages are added as
+A K/V window's buffer has the shape `[layers, 2, tokens, heads, head_dim]`. A window fills its token
+slots in order, so it needs memory for the first tokens of each of the `layers * 2` rows. The whole
+buffer's address range is reserved at the start, which takes no memory, and pages are added as
 needed. Attention can therefore read the buffer in place at every length, and captured CUDA graphs
 remain valid. Slots without memory must not be accessed.
 
-On a CPU the operating system allocates a page at its first write (`HostPages`). On CUDA the driver
-maps memory into the range (`cuda_pages.py`).
+On a CPU, the operating system allocates a page at its first write (`HostPages`). On CUDA, the
+driver maps memory into the range (`cuda_pages.py`).
 """
 
 # L layers, T token slots, N heads, H head dim
@@ -26,8 +26,8 @@ class Pages(Protocol):
     """A reserved address range whose pages are allocated on demand."""
 
     def tensor(self) -> torch.Tensor:
-        """Return the range as uint8. Its first page must have been allocated. The tensor owns the
-        range.
+        """Return the range as a uint8 tensor. The range's first page must have been allocated. The
+        tensor owns the range.
         """
 
     def allocate(self, runs: Sequence[range]) -> None:
@@ -38,7 +38,7 @@ class Pages(Protocol):
         """
 
     def free(self, runs: Sequence[range]) -> None:
-        """Free all allocated pages, which the caller passes as `runs`. The range remains
+        """Free all allocated pages, which the caller passes as `runs`. The address range remains
         reserved.
         """
 
@@ -86,8 +86,8 @@ def needed_pages(rows: int, row_bytes: int, used_bytes: int, page: int) -> list[
 
     Args:
         rows: Number of rows.
-        row_bytes: Length of a row in bytes.
-        used_bytes: Number of bytes at the start of each row that need memory.
+        row_bytes: Row length in bytes.
+        used_bytes: Number of bytes that need memory at the start of each row.
         page: Page size in bytes.
 
     Returns:
@@ -115,12 +115,12 @@ def grown_nbytes(shape: Sequence[int], itemsize: int, num_tokens: int, page: int
 
 
 class GrowingBuffer:
-    """A tensor `[L, 2, T, N, H]` with memory for its first token slots.
+    """A tensor `[L, 2, T, N, H]` of which only the first token slots have memory.
 
     Args:
-        shape: Shape of the tensor.
-        dtype: Type of the tensor.
-        device: Device of the tensor.
+        shape: The tensor's shape.
+        dtype: The tensor's dtype.
+        device: The tensor's device.
         num_tokens: Number of token slots that have memory initially; at least 1.
         page: Page size in bytes.
         reserve: Function that reserves the address range.
@@ -144,7 +144,7 @@ class GrowingBuffer:
         """Number of token slots that have memory."""
         self.grow(num_tokens)
         self.tensor = self._pages.tensor()[:nbytes].view(dtype).view(*shape)
-        """The whole buffer, of which only the slots with memory may be accessed."""
+        """The whole buffer. Only slots that have memory may be accessed."""
 
     @property
     def nbytes(self) -> int:

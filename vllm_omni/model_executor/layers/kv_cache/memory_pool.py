@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MemoryPool`: holds the memory of closed requests and sessions, so that new ones of the same
-sizes can reuse it.
+"""`MemoryPool`: retains the memory of closed requests and sessions, so that new requests and
+sessions of the same sizes can reuse it.
 
-A CUDA graph reads and writes the tensors with which it was captured. If a new session takes a
-pooled ring buffer, the graphs captured for that buffer serve the session from its first pass on.
+A CUDA graph reads and writes the tensors that it was captured with. If a new session takes a pooled
+ring buffer, the graphs captured for that buffer serve the session from its first forward pass on.
 Memory is cleared when it is returned to the pool, because closing a session is less urgent than
 starting one.
 
@@ -34,7 +34,7 @@ class Reusable(Protocol):
 
     @property
     def sizes(self) -> Hashable:
-        """Return a key that is equal for interchangeable objects."""
+        """Return a key. Pieces of memory with equal keys are interchangeable."""
 
     def clear(self) -> None:
         """Reset to the state of a new object."""
@@ -42,15 +42,15 @@ class Reusable(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """The memory of one K/V window."""
+    """One K/V window's memory."""
 
     buffer: torch.Tensor
     """Keys and values in the storage format `format`."""
     format: "KVFormat"
-    """Storage format of the buffer, with its scales."""
+    """The buffer's storage format, with its scales."""
     orders: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     """Cached token positions in the buffer, keyed by the values that determine them. The positions
-    live as long as the buffer, so that CUDA graphs can read them.
+    live as long as the buffer because CUDA graphs read them.
     """
     memory: GrowingBuffer | None = None
     """The `GrowingBuffer` behind `buffer` if the memory grows with the session. None: `buffer` is
@@ -80,7 +80,7 @@ class Ring:
         return self.buffer.shape[2] if self.memory is None else self.memory.num_tokens
 
     def missing_nbytes(self, num_tokens: int) -> int:
-        """Return the bytes that `grow(num_tokens)` allocates."""
+        """Return the number of bytes that `grow(num_tokens)` allocates."""
         if self.memory is None or num_tokens <= self.num_tokens:
             return 0
         return self.memory.nbytes_with(num_tokens) - self.memory.nbytes
@@ -165,8 +165,9 @@ Pooled = TypeVar("Pooled", bound=Reusable)
 
 
 class MemoryPool(Generic[Pooled]):
-    """A first-in-first-out pool, so that a new session reuses the buffers of a closed session in
-    the same order."""
+    """A first-in-first-out pool, so a new session reuses a closed session's buffers in the same
+    order.
+    """
 
     def __init__(self) -> None:
         self._pooled: deque[Pooled] = deque()
@@ -192,7 +193,7 @@ class MemoryPool(Generic[Pooled]):
     def return_memory(self, part: Pooled) -> None:
         """Clear `part` and return it to the pool. The caller must no longer use `part`."""
         # Only inference mode allows in-place changes to these tensors, because they were created in
-        # it. Sessions close outside inference mode.
+        # inference mode. Sessions close outside inference mode.
         with torch.inference_mode():
             part.clear()
         self._pooled.append(part)

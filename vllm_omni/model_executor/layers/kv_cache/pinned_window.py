@@ -2,15 +2,15 @@
 """`PinnedWindow`: a `KVWindow` with pinned tokens and a configurable rotary distance between them
 and the frames.
 
-Pinned tokens, for example of reference images, are visible to every chunk. The keys of frames are
-rotated by absolute positions, so the distance to the pinned keys would grow without bound, whereas
-the network was trained on short distances. To give frame f the position f - base, the pinned keys
-are rotated forward by the base, and the keys of the frames remain unchanged. The result is the same
-as with rotated frames, because attention depends only on distances.
+Pinned tokens, for example those of reference images, are visible to every chunk. The keys of frames
+are rotated by absolute positions, so the distance to the pinned keys would grow without bound,
+whereas the network was trained on short distances. To give frame f the position f - base, the
+pinned keys are rotated forward by the base, while the frames' keys do not change. The result is the
+same as with rotated frames, because attention depends only on position differences.
 
-The pinned keys of the first chunk are stored separately. The pinned part of the buffer is a copy
-that `place_pinned` computes from them, so an abandoned chunk needs no cleanup, and rounding errors
-do not accumulate over a long session.
+The first chunk's pinned keys are stored separately. The pinned part of the buffer is a copy that
+`place_pinned` computes from them. As a result, an abandoned chunk needs no cleanup, and rounding
+errors do not accumulate over a long session.
 """
 
 # L layers, T pinned tokens, N heads, H head dim, C temporal channels
@@ -28,16 +28,16 @@ class PinnedWindow(KVWindow):
     """A `KVWindow` with pinned tokens; see the module docstring.
 
     Args:
-        window: Arguments of `KVWindow`, with `pinned_tokens`.
+        window: Arguments for `KVWindow`, including `pinned_tokens`.
     """
 
     def __init__(self, **window: Any) -> None:
         super().__init__(**window)
         layers, _, _, heads, head_dim = self.buffer.shape
         self.pinned_keys = self.buffer.new_zeros(layers, self.pinned_tokens, heads, head_dim)
-        """Keys of the pinned tokens as written by the first chunk, in the format of the buffer."""
+        """The pinned tokens' keys as written by the first chunk, in the buffer's format."""
         self.base = 0
-        """Number of frames by which the pinned keys in the buffer are rotated forward."""
+        """Number of frame positions by which the pinned keys in the buffer are rotated forward."""
         self._frequencies = temporal_frequencies(head_dim)
 
     @property
@@ -47,7 +47,7 @@ class PinnedWindow(KVWindow):
     def place_pinned(self, base: int) -> None:
         """Rotate the pinned keys so that frame f appears at position f - `base`.
 
-        Call this before the first forward pass of a chunk. The first chunk has base 0.
+        Call this method before a chunk's first forward pass. The first chunk has base 0.
         """
         if base == self.base or not self.committed_frames:
             return
@@ -105,6 +105,6 @@ def pinned_extra_nbytes(
     dtype: torch.dtype,
     storage: torch.dtype | None = None,
 ) -> int:
-    """Return how many bytes more a `PinnedWindow` uses than a `KVWindow` of the same sizes."""
+    """Return how many more bytes a `PinnedWindow` uses than a `KVWindow` of the same sizes."""
     itemsize = (storage or dtype).itemsize
     return num_layers * pinned_tokens * num_heads * head_dim * itemsize

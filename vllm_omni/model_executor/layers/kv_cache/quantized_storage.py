@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storage formats of a `KVWindow`: unquantized, or FP8 (e4m3) with a scale per layer and head.
+"""Storage formats for a `KVWindow`: unquantized, or FP8 (e4m3) with separate scales for the keys
+and the values of each head in each layer.
 
-An e4m3 value has four significant bits over a range of 2^18. A scale therefore only has to bring
-the values into this range; it does not determine the precision. Each scale is a power of two,
-because multiplying by it is exact. The scale of a head maps the largest absolute value of that head
-in the session's first chunk to at least a factor `_HEADROOM` below the e4m3 maximum. Every pass
-over the first chunk recomputes the scale. Later values beyond the range are clamped to the e4m3
-maximum. The scale depends only on the values of this head in this session, so results do not change
-with the batch, the ranks or the order of chunks.
+An e4m3 value has four significant bits across a dynamic range of 2^18. A scale therefore only has
+to bring the values into this range; it does not determine the precision. Each scale is a power of
+two, because multiplying by it is exact. A head's scale maps the head's largest absolute value in
+the session's first chunk to a value that is at least a factor of `_HEADROOM` below the e4m3
+maximum. Every forward pass over the first chunk recomputes the scale. Later values beyond the range
+are clamped to the e4m3 maximum. The scale depends only on this head's values in this session, so
+results do not change with the batch, the ranks or the order of chunks.
 
 A format also implements attention, because the fastest way to multiply queries by stored keys
 depends on the storage format.
@@ -38,31 +39,33 @@ from vllm_omni.model_executor.layers.quantization.fp8_kernels import (
 _quantize = torch.compiler.disable(quantize)
 """`quantize`, excluded from compilation because compiled code does not support e4m3 on CPUs."""
 _HEADROOM = 16.0
-"""Minimum factor by which later values of a head may exceed those of the first chunk before they
-are clamped.
+"""Minimum factor by which a head's later values may exceed its largest value in the first chunk
+before they are clamped.
 """
 _TINIEST = 2.0**-10
-"""Lower bound for the largest absolute value of a head, from which its scale is computed. The bound
-keeps the scale above zero for a head whose values are all zero.
+"""Lower bound on the largest absolute value from which a head's scale is computed. The bound keeps
+the scale above zero for a head whose values are all zero.
 """
 
 
 @dataclass(frozen=True)
 class KVSlot:
-    """Memory for the keys and values of one chunk in one layer."""
+    """Memory for one chunk's keys and values in one layer."""
 
     stored_2TNH: torch.Tensor
-    """Part of the window's buffer: first the keys, then the values."""
+    """The chunk's part of the window's buffer: first the keys, then the values."""
     scales_2N: torch.Tensor | None
-    """fp32 powers of two that divide keys and values before quantization to FP8. None: keys and
-    values are stored unquantized."""
+    """fp32 powers of two by which keys and values are divided before quantization to FP8. None:
+    keys and values are stored unquantized.
+    """
 
 
 def store(
     parts: tuple[torch.Tensor, ...], scales_KN: torch.Tensor | None, target_KTNH: torch.Tensor
 ) -> None:
     """Write one or two tensors [T, N, H] into a window's memory. `scales_KN` contains scales as
-    described in `KVSlot`."""
+    described in `KVSlot`.
+    """
     if scales_KN is not None:
         _quantize(parts, scales_KN, target_KTNH)
         return
@@ -71,7 +74,7 @@ def store(
 
 
 class KVFormat:
-    """Unquantized storage of keys and values. Base class of the other formats."""
+    """Unquantized storage of keys and values. Base class for the other formats."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -79,15 +82,16 @@ class KVFormat:
         self.storage = dtype
         """Dtype of the values in the buffer."""
         self.scales: torch.Tensor | None = None
-        """Factors by which dequantization multiplies stored values, [L, 2, N] fp32. None: all
-        factors are 1."""
+        """Factors by which dequantization multiplies stored values, fp32 [L, 2, N]. None: all
+        factors are 1.
+        """
 
     @property
     def nbytes(self) -> int:
         return 0
 
     def fit_scales(self, layer: int, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
-        """Set the scales from the first keys and values of the session, before they are stored."""
+        """Set the scales from the session's first keys and values, before they are stored."""
 
     def store(
         self, layer: int, k_TNH: torch.Tensor, v_TNH: torch.Tensor, target_2TNH: torch.Tensor
@@ -108,8 +112,8 @@ class KVFormat:
     def load(
         self, layer: int, stored_2SNH: torch.Tensor, tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the keys and values of a part of the buffer in `dtype`, [2, S, N, H]. The result
-        may be a view.
+        """Return the keys and values in a part of the buffer, converted to `dtype`. Shape:
+        [2, S, N, H]. The result may be a view.
 
         Args:
             layer: Index of the layer on this rank.
@@ -127,35 +131,39 @@ class KVFormat:
         key_range: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return `attention` of queries over a part of the buffer. `tokens` has the same meaning as
-        in `load`."""
+        in `load`.
+        """
         k_SNH, v_SNH = self.load(layer, stored_2SNH, tokens)
         return attention(q_TNH, k_SNH, v_SNH, key_range=key_range)
 
     def quantizes_queries(
         self, num_queries: int, stored_2SNH: torch.Tensor, tokens: torch.Tensor | None = None
     ) -> bool:
-        """Return whether `attend` quantizes this number of queries to e4m3, so that
-        `attend_quantized` may be called."""
+        """Return whether `attend` quantizes this number of queries to e4m3. If so,
+        `attend_quantized` may be called.
+        """
         return False
 
     def attend_quantized(
         self, q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the result of `attend` in e4m3, for queries in e4m3. Call this only if
-        `quantizes_queries` returns True; see `fp8_attention.quantized_attention`."""
+        """Return the result of `attend` in e4m3, for queries in e4m3. Call this method only if
+        `quantizes_queries` returns True; see `fp8_attention.quantized_attention`.
+        """
         raise NotImplementedError
 
     def quantized(self, stored: torch.Tensor) -> torch.Tensor:
-        """Convert scaled floating-point values to the type of the buffer."""
+        """Convert scaled floating-point values to the buffer's dtype."""
         return stored.to(self.storage)
 
     def layer_scales(self, layer: int) -> torch.Tensor | None:
-        """Return `scales` of one layer, [2, N]."""
+        """Return the `scales` for one layer. Shape: [2, N]."""
         return None if self.scales is None else self.scales[layer]
 
     def take_scales(self, other: Self) -> None:
-        """Copy the scales of another window. The caller also copies that window's buffer into the
-        buffer of this window."""
+        """Copy another window's scales. The caller also copies that window's buffer into this
+        window's buffer.
+        """
 
     def clear(self) -> None:
         """Reset the scales for a new session."""
@@ -181,8 +189,8 @@ class KVFormat:
 class ScaledFP8(KVFormat):
     """Scaled e4m3 storage; see the module docstring.
 
-    Attention multiplies in FP8 where that is faster (`../attention/fp8_attention.py`). Otherwise,
-    all keys and values that a chunk sees are first dequantized to `dtype`.
+    Attention runs in FP8 where that is faster (`../attention/fp8_attention.py`). Otherwise, all
+    keys and values that a chunk sees are first dequantized to `dtype`.
     """
 
     scales: torch.Tensor
@@ -268,11 +276,11 @@ def kv_format(
     num_heads: int,
     device: torch.device | str,
 ) -> KVFormat:
-    """Return the storage format of a window.
+    """Return a window's storage format.
 
     Args:
-        dtype: Type of keys and values outside the window.
-        storage: Type of the buffer. None: `dtype`.
+        dtype: Dtype of keys and values outside the window.
+        storage: Dtype of the buffer. None: `dtype`.
         num_layers: Number of layers on this rank.
         num_heads: Number of heads on this rank.
         device: Device of the scales.
@@ -291,7 +299,8 @@ def kv_nbytes(
     dtype: torch.dtype, storage: torch.dtype | None, *, num_layers: int, num_heads: int, numel: int
 ) -> int:
     """Return the size in bytes of `numel` elements and their scales, stored in the format that
-    `kv_format` returns."""
+    `kv_format` returns.
+    """
     if storage is None or storage == dtype:
         return numel * dtype.itemsize
     return numel * storage.itemsize + num_layers * 2 * num_heads * torch.float32.itemsize

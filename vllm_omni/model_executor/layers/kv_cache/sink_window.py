@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SinkWindow`: a `KVWindow` for endless streams. The sink frames move along with the stream and
-may be renewed.
+may be replaced by newer frames.
 
 Permanent sink frames cause two problems in a long stream. First, the rotary distance between sink
 frames and current frames grows without bound, whereas the network was trained on short distances.
 Second, the scene changes until the current frames no longer resemble the sink frames.
 
 - Moving: a chunk sees sink frames as if they were directly before the oldest frame in its window.
-  Keys are stored rotated for their original frame, so moving them is a further rotation of the
-  temporal channels. As long as the stream fits into its window, the rotation is zero.
-- Renewing: a frame that is about to leave the ring buffer may replace the sink frame that it
-  resembles least, separately in each layer. The sink frame is replaced if the similarity of the two
-  frames (mean over K and V of the cosine of token means) is below a threshold. No frame is ever
-  visible twice, sink frames that have not been written are not compared, and the host does not wait
-  for the decision, because it stays on the device.
+  Keys are stored rotated for their original frame, so moving them is an additional rotation of the
+  temporal channels. As long as the stream fits in its window, the rotation is zero.
+- Refreshing: a frame that is about to leave the ring buffer may replace the sink frame that it
+  resembles least, separately in each layer. If the two frames' similarity (the cosine of the token
+  means, averaged over K and V) is below a threshold, the sink frame is replaced. No frame is ever
+  visible twice, and sink frames that have not been written are not compared. The decision stays on
+  the device, so the host does not wait for it.
 
-The original sink frames are stored separately (`sinks`). The sink slots of the buffer are a copy
-that `open` computes for each chunk, so an abandoned chunk needs no cleanup. Renewals by uncommitted
-chunks are kept in a list and applied to that copy: a chunk in flight sees the renewals of its
-predecessors in flight. A chunk that restarts drops its own renewals and those of its successors.
+The original sink frames are stored separately (`sinks`). The sink slots in the buffer are a copy
+that `open` computes for each chunk, so an abandoned chunk needs no cleanup. Refreshes by
+uncommitted chunks are kept in a list and applied to that copy: a chunk in flight sees the refreshes
+of its predecessors in flight. A chunk that restarts drops its own refreshes and those of its
+successors.
 """
 
 # L layers, S sink frames, T tokens of a frame, N heads, H head dim, C temporal channels
@@ -33,13 +34,13 @@ from vllm_omni.tensors.saved import SavedTensors
 
 
 class SinkWindow(KVWindow):
-    """A `KVWindow` with moving or renewed sink frames; see the module docstring.
+    """A `KVWindow` with moving or refreshed sink frames; see the module docstring.
 
     Args:
         moving: Whether sink frames move along with the window.
-        refresh_threshold: Similarity below which a sink frame is renewed. Requires chunks of one
-            frame. None: sink frames are never renewed.
-        window: Arguments of `KVWindow`.
+        refresh_threshold: Similarity below which a sink frame is refreshed. Requires chunks of one
+            frame. None: sink frames are never refreshed.
+        window: Arguments for `KVWindow`.
     """
 
     def __init__(
@@ -53,13 +54,13 @@ class SinkWindow(KVWindow):
         self.sinks = self.buffer.new_zeros(layers, kv, retained, heads, head_dim)
         frames = torch.arange(self.sink_frames, device=self.buffer.device)
         self.sink_at = frames.expand(layers, -1).contiguous()
-        """Index of the frame from which each sink frame was taken, [L, S]."""
+        """Index of the frame that each sink frame was taken from. Shape: [L, S]."""
         self._frequencies = temporal_frequencies(head_dim).to(self.buffer.device)
         self._slot_order = False
-        """Whether the sink slots of the buffer differ from the original sink frames."""
+        """Whether the sink slots in the buffer differ from the original sink frames."""
         self._renewals: tuple[tuple[int, torch.Tensor], ...] = ()
         """Decisions of uncommitted chunks, one per frame: (end_frame, mask [L, S] of the sink
-        frames to renew).
+        frames to refresh).
         """
 
     @property
@@ -67,8 +68,8 @@ class SinkWindow(KVWindow):
         return super().nbytes + self.sinks.nbytes
 
     def open(self, frames: range) -> None:
-        """Write the sink slots for chunk `frames`. Call this once per chunk, before the first
-        forward pass of the chunk. Without sink frames, the call has no effect.
+        """Write the sink slots for chunk `frames`. Call this method once per chunk, before the
+        chunk's first forward pass. Without sink frames, the call has no effect.
         """
         if frames.start < self.sink_frames:
             if self._slot_order:  # a later chunk wrote the sink slots; this one restarts
@@ -110,8 +111,8 @@ class SinkWindow(KVWindow):
             turned.copy_(self.format.quantized(placed))
 
     def resemblance(self, end_frame: int) -> torch.Tensor | None:
-        """Return the sums that compare every sink frame with the frame that is about to leave the
-        window, or None if no frames are compared.
+        """Return the sums needed to compare every sink frame with the frame that is about to leave
+        the window, or None if no frames are compared.
 
         The compared frame is the one that leaves the window after a chunk that ends at `end_frame`.
         The result is [L, S, 2, 3]: for K and for V, the dot product of the two frames and the
@@ -133,15 +134,16 @@ class SinkWindow(KVWindow):
 
     def _token_means(self, stored: torch.Tensor) -> torch.Tensor:
         """Return the mean of each frame's tokens: stored [L, 2, S, T, N, H] -> fp32 [L, 2, S, N *
-        H]."""
+        H].
+        """
         mean_LKSNH, scales_LKN = stored.float().mean(3), self.format.scales
         if scales_LKN is not None:
             mean_LKSNH = mean_LKSNH * scales_LKN[:, :, None, :, None]
         return mean_LKSNH.flatten(3)
 
     def decide(self, end_frame: int, sums_LSK3: torch.Tensor) -> None:
-        """Decide from the complete sums of `resemblance` which sink frames `commit(end_frame)`
-        renews.
+        """Decide which sink frames `commit(end_frame)` refreshes, based on the results of
+        `resemblance` summed over all ranks that shard the heads.
         """
         assert self.refresh_threshold is not None
         dot, ours, theirs = sums_LSK3.unbind(-1)
@@ -161,7 +163,7 @@ class SinkWindow(KVWindow):
         super().commit(end_frame)
 
     def retain_sinks(self, frames: range) -> None:
-        """Store the sink frames among `frames`, with their current values in the buffer."""
+        """Store the sink frames among `frames`, with their current values from the buffer."""
         part = slice(
             frames.start * self.tokens_per_frame,
             min(frames.stop, self.sink_frames) * self.tokens_per_frame,
@@ -173,8 +175,9 @@ class SinkWindow(KVWindow):
         self.sink_at = torch.where(renewed_LS, frame, self.sink_at)
 
     def _put(self, target: torch.Tensor, frame: int, renewed_LS: torch.Tensor) -> None:
-        """Overwrite the renewed sink frames of `target` [L, 2, S * T, N, H] with K and V of a frame
-        in the ring buffer."""
+        """Overwrite the refreshed sink frames in `target` [L, 2, S * T, N, H] with K and V of a
+        frame in the ring buffer.
+        """
         sinks = target.unflatten(2, (self.sink_frames, -1))  # a view [L, 2, S, T, N, H]
         sinks.copy_(
             torch.where(
@@ -183,7 +186,7 @@ class SinkWindow(KVWindow):
         )
 
     def _frame(self, frame: int) -> torch.Tensor:
-        """Return K and V of one frame in the ring buffer, [L, 2, T, N, H]."""
+        """Return K and V of one frame in the ring buffer. Shape: [L, 2, T, N, H]."""
         start = self.slot(frame) * self.tokens_per_frame
         return self.buffer[:, :, start : start + self.tokens_per_frame]
 
@@ -231,6 +234,6 @@ def sink_window_extra_nbytes(
     dtype: torch.dtype,
     storage: torch.dtype | None = None,
 ) -> int:
-    """Return how many bytes more a `SinkWindow` uses than a `KVWindow` of the same sizes."""
+    """Return how many more bytes a `SinkWindow` uses than a `KVWindow` of the same sizes."""
     itemsize = (storage or dtype).itemsize
     return 2 * num_layers * sink_frames * tokens_per_frame * num_heads * head_dim * itemsize

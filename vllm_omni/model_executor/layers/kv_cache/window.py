@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`KVWindow`: the K/V cache of one session for the layers of this rank, consisting of sink frames
-and a ring buffer.
+"""`KVWindow`: one session's K/V cache for this rank's layers, consisting of sink frames and a ring
+buffer.
 
-The first `sink_frames` frames of a session are retained for its whole lifetime. Later frames share
-the `window_frames - sink_frames` slots of a ring buffer. Frame f is in slot f if f < sink,
-otherwise in slot sink + (f - sink) % (window - sink). Everything else follows from frame indices,
-so the only state is the number of committed frames:
+A session's first `sink_frames` frames are retained for its whole lifetime. Later frames share the
+`window_frames - sink_frames` slots of a ring buffer. Frame f is in slot f if f < sink, otherwise in
+slot sink + (f - sink) % (window - sink). Everything else follows from frame indices, so the only
+state is the number of committed frames:
 
 - A chunk writes into its own slots at every denoise step. These slots previously held frames that
   neither this chunk nor a later chunk may see, so an abandoned chunk needs no cleanup.
 - `spare_frames` makes the ring buffer longer than the visible window by the number of frames that
-  chunks may write ahead of the oldest uncommitted chunk. If the oldest uncommitted chunk is run
-  again, all frames that it sees are therefore still present.
+  chunks may write ahead of the oldest uncommitted chunk. All frames that the oldest uncommitted
+  chunk sees are therefore still present if that chunk is run again.
 - A chunk [a, b) sees slots [0, b) while b <= window, and all slots afterwards. Attention does not
-  depend on the order of keys, because positions are encoded by rotating the keys. The ring buffer
-  can therefore be read in place: nothing is copied, moved or masked. With spare frames, a full
-  window is copied into the order that it would have without spare frames, so that results are
-  bitwise the same.
+  depend on the key order, because positions are encoded by rotating the keys. The ring buffer can
+  therefore be read in place: nothing is copied, moved or masked. With spare frames, a full window
+  is copied into the order that it would have without spare frames, so results are bitwise identical
+  with and without spare frames.
 
 Each chunk sees exactly the keys that it would see in the original code, which shifts its buffer to
 the left instead of using a ring buffer. For comparison, `chronological`
 (`testing/parity/rollouts.py`) rebuilds that buffer. `sink_frames == window_frames` means global
 attention: nothing is evicted, and a session that outgrows its buffer is refused.
 
-Pinned tokens, for example of reference images, precede the slots of the frames. The first chunk of
-the session provides the pinned tokens before the tokens of its frames, and every chunk sees the
-pinned tokens (`PinnedWindow`).
+Pinned tokens, for example those of reference images, precede the frame slots. The session's first
+chunk provides the pinned tokens before the tokens of its frames, and every chunk sees the pinned
+tokens (`PinnedWindow`).
 
 `quantized_storage.py` defines how the buffer stores keys and values.
 """
@@ -58,20 +58,20 @@ class KVWindow:
     Args:
         num_layers: Number of layers on this rank.
         window_frames: Number of frames that a chunk can see, including its own and the sink frames.
-        sink_frames: Number of frames at the start of the session that are never evicted.
-        tokens_per_frame: Number of tokens of one latent frame.
+        sink_frames: Number of the session's first frames that are never evicted.
+        tokens_per_frame: Number of tokens per latent frame.
         num_heads: Number of heads on this rank.
-        head_dim: Width of one head.
-        dtype: Type of keys and values in `write` and `visible`.
-        device: Device of the buffer.
-        storage: Type of the buffer. Default: `dtype`.
-        max_attention_tokens: Maximum number of tokens that a chunk sees: the newest visible ones,
+        head_dim: Head width.
+        dtype: Dtype of keys and values in `write` and `visible`.
+        device: The buffer's device.
+        storage: Dtype of the buffer. Default: `dtype`.
+        max_attention_tokens: Maximum number of tokens that a chunk sees: the newest visible tokens,
             in chronological order. Sink frames are dropped first, as in the original code when its
             attention size is smaller than its cache size. Default: no limit.
-        spare_frames: Number of additional slots for chunks that are written ahead of the oldest
-            uncommitted chunk.
-        rings: Pool from which the memory is taken and to which `close` returns it. Default: the
-            window allocates and frees its own memory.
+        spare_frames: Number of additional slots for chunks written ahead of the oldest uncommitted
+            chunk.
+        rings: Pool that the window takes its memory from and that `close` returns it to. Default:
+            the window allocates and frees its own memory.
         first_frames: Number of frames that have memory initially. `grow` allocates more memory, and
             `stop_growing` shortens the window to the allocated frames. Requires a window that
             evicts frames and has no spare frames. Default: all frames.
@@ -162,14 +162,14 @@ class KVWindow:
 
     def _num_tokens(self, num_frames: int | None) -> int:
         """Return the number of token slots that the first `num_frames` frames of the stream need,
-        at most the size of the window. None: the size of the window.
+        at most the window size. If `num_frames` is None, return the window size.
         """
         slots = self.window_frames + self.spare_frames
         frames = slots if num_frames is None else min(num_frames, slots)
         return self.pinned_tokens + self.tokens_per_frame * frames
 
     def missing_nbytes(self, end_frame: int) -> int:
-        """Return the bytes that `grow(end_frame)` allocates."""
+        """Return the number of bytes that `grow(end_frame)` allocates."""
         return self._ring.missing_nbytes(self._num_tokens(end_frame))
 
     def grow(self, end_frame: int) -> None:
@@ -189,8 +189,8 @@ class KVWindow:
         """Shorten the window to `window_frames` frames, including `sink_frames` sink frames. All of
         these frames must have memory.
 
-        No frame has left the window yet, so frame f is in slot f, as in a window that was created
-        with these sizes.
+        No frame has left the window yet, so frame f is in slot f, as in a window created with these
+        sizes.
         """
         assert self.committed_frames <= window_frames <= self.held_frames
         self.window_frames, self.sink_frames = window_frames, sink_frames
@@ -229,8 +229,8 @@ class KVWindow:
             )
 
     def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
-        """Write the keys and values of a chunk into its slots, overwriting those of its earlier
-        denoise steps.
+        """Write a chunk's keys and values into its slots, overwriting those of its earlier denoise
+        steps.
         """
         if frames.start == 0:
             self.format.fit_scales(layer, k_TNH, v_TNH)
@@ -251,14 +251,16 @@ class KVWindow:
         """Return this window if the keys and values of chunk `frames` may be quantized before
         `write_quantized`, otherwise None.
 
-        The result is None for the first chunk of a session, because `scales` are computed from that
+        The result is None for a session's first chunk, because `scales` are computed from that
         chunk.
         """
         return self if frames.start > 0 and self.format.scales is not None else None
 
     @property
     def scales(self) -> torch.Tensor:
-        """Return the divisors for quantization, [layers, 2, heads], fp32 powers of two."""
+        """Return the divisors for quantization, which are fp32 powers of two.
+        Shape: [layers, 2, heads].
+        """
         assert self.format.scales is not None, "only a quantized window has scales"
         return self.format.scales
 
@@ -278,25 +280,29 @@ class KVWindow:
 
     def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
         """Return attention for the queries of chunk `frames` over all keys that are `visible` to
-        the chunk. The chunk must have been written."""
+        the chunk. The chunk must have been written.
+        """
         stored_2SNH, tokens = self._seen_by(layer, frames)
         return self.format.attend(layer, q_TNH, stored_2SNH, tokens)
 
     def quantizes_queries(self, frames: range, num_queries: int) -> bool:
-        """Return whether `attend` quantizes the queries of chunk `frames`, so that
-        `attend_quantized` may be called."""
+        """Return whether `attend` quantizes the queries of chunk `frames`. If so,
+        `attend_quantized` may be called.
+        """
         return self.format.quantizes_queries(num_queries, *self._seen_by(0, frames))
 
     def attend_quantized(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
         """Return the result of `attend` in e4m3, for queries in e4m3.
 
-        Call this only if `quantizes_queries` returns True; see `fp8_attention.quantized_attention`.
+        Call this method only if `quantizes_queries` returns True; see
+        `fp8_attention.quantized_attention`.
         """
         return self.format.attend_quantized(q_TNH, *self._seen_by(layer, frames))
 
     def _seen_by(self, layer: int, frames: range) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return a part of the buffer, and the positions of the tokens in it that chunk `frames`
-        sees (None: all positions)."""
+        sees (None: all positions).
+        """
         span = self._span(frames)
         if span is not None:
             return self.buffer[layer, :, span], None
@@ -323,8 +329,8 @@ class KVWindow:
         return self._ring.buffers
 
     def graph_key(self, frames: range) -> Hashable:
-        """Return a key that determines all effects of `write` and `attend` for chunk `frames`,
-        except values on the device.
+        """Return a key that determines which kernels `write` and `attend` launch for chunk
+        `frames`, and which slots they access.
         """
         span = self._span(frames)
         if span is not None:
@@ -334,8 +340,8 @@ class KVWindow:
         return tuple(self._runs(frames)), slots, frames.start == 0
 
     def graph_kind(self, frames: range) -> Hashable:
-        """Return a key that is equal for chunks whose `write` and `attend` launch the same kernels,
-        possibly with different slots.
+        """Return a key that is the same for all chunks whose `write` and `attend` launch the same
+        kernels, possibly with different slots.
         """
         span = self._span(frames)
         seen = None if span is None else span.stop - span.start
@@ -347,8 +353,8 @@ class KVWindow:
 
         Args:
             end_frame: Index of the first frame that is not committed.
-            retained_sinks: Whether the committed sink frames were already stored by
-            `SinkWindow.retain_sinks`.
+            retained_sinks: Whether `SinkWindow.retain_sinks` has already stored the committed sink
+                frames.
         """
         self.committed_frames = end_frame
 
@@ -369,10 +375,10 @@ class KVWindow:
         return {**named, **self.format.tensors()} if live else named
 
     def hide_before(self, frame: int) -> None:
-        """Set `valid_from`, so that later chunks see no frames of the ring buffer before `frame`.
+        """Set `valid_from` so that later chunks see no frames in the ring buffer before `frame`.
 
-        The frames before `frame` are no longer in the ring buffer. After this call, the caller
-        writes the frames from `frame` on again.
+        The frames before `frame` are no longer in the ring buffer. After this call, the caller must
+        rewrite the frames from `frame` on.
         """
         self.valid_from, self._seen = frame, None
 
@@ -407,8 +413,8 @@ class KVWindow:
     def to(self, device: torch.device | str) -> None:
         """Move the keys and values to `device`.
 
-        While the keys and values are on the host, their device memory is in the pool, so that
-        another session can use it and replay the CUDA graphs captured with it.
+        While the keys and values are on the host, their device memory is in the pool, so another
+        session can use it and replay the CUDA graphs captured with it.
         """
         held, rings, device = self._ring, self._rings, torch.device(device)
         same_type = held.buffer.device.type == device.type
@@ -425,7 +431,7 @@ class KVWindow:
                 self._ring.copy_from(held)
 
     def close(self) -> None:
-        """Return the memory to the pool. This method is idempotent."""
+        """Return the memory to the pool. Idempotent."""
         is_at_home = self.buffer.device.type == self._device_type
         if self._rings is not None and is_at_home and self.buffer.numel():
             self._rings.return_memory(self._ring)
@@ -494,8 +500,9 @@ class KVWindow:
         return self._seen[1]
 
     def _positions(self, slots: tuple[int, ...]) -> torch.Tensor:
-        """Return the last `max_attention_tokens` of `token_positions(slots)`, cached with the ring
-        buffer."""
+        """Return the last `max_attention_tokens` entries of `token_positions(slots)`, cached with
+        the ring buffer.
+        """
         limit, orders = self.max_attention_tokens, self._ring.orders
         if (slots, limit) not in orders:
             order = self.token_positions(list(slots))
@@ -532,12 +539,12 @@ def kv_window_nbytes(
     return kv_nbytes(dtype, storage, num_layers=num_layers, num_heads=num_heads, numel=numel)
 
 
-# -- attention to windows --------------------------------------------------------------------------
+# -- attention over windows ------------------------------------------------------------------------
 
 
 class KVView(Protocol):
-    """The operations of a `KVWindow` that attention uses: write the K/V of a chunk, then attend to
-    the visible frames.
+    """The `KVWindow` operations that attention uses: write the K/V of a chunk, then attend to the
+    visible frames.
     """
 
     def write(
@@ -561,13 +568,14 @@ class WindowItem(Protocol):
 
 
 class WindowAttention:
-    """Self-attention of a batch over its K/V windows, on a rank that has all tokens of its heads.
+    """Self-attention of a batch over its K/V windows, on a rank that has all tokens for its heads.
 
     `HeadExchange` is the version for sequence-parallel ranks.
     """
 
     def buffers(self, items: Sequence[WindowItem], layer: int) -> list[KVSlot] | None:
-        """Return the memory for the K/V of `layer` of each batch entry, or None.
+        """Return the memory for each batch entry's K/V in `layer`, or None if the caller cannot
+        write there directly.
 
         The caller writes K/V there and calls `attend_to_written`. If the result is None, the caller
         passes K/V to `attend` instead.
@@ -580,7 +588,8 @@ class WindowAttention:
         self, rows: Sequence[WindowItem], layer: int, q_BTNH: torch.Tensor
     ) -> torch.Tensor:
         """Return the attention output, [B, T, N, H], for windows that already hold the batch's K/V
-        of `layer`."""
+        of `layer`.
+        """
         return stack(
             [
                 row.window.attend(layer, row.frames, q_TNH)
@@ -600,11 +609,11 @@ class WindowAttention:
         """Write the K/V of `layer` into the windows, then compute attention.
 
         Args:
-            items: The chunks of the batch.
+            items: The batch's chunks.
             layer: Index of the layer on this rank.
-            q_BTNH: Queries of this rank's tokens, [B, T_r, N, H].
-            k_BTNH: Keys, of the same shape as the queries.
-            v_BTNH: Values, of the same shape as the queries.
+            q_BTNH: Queries for this rank's tokens, [B, T_r, N, H].
+            k_BTNH: Keys, with the same shape as the queries.
+            v_BTNH: Values, with the same shape as the queries.
             write_only: Whether to return None after writing, without computing attention.
 
         Returns:

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WindowSet`: several `KVWindow`s of one stream that are committed, saved, copied and moved
-together.
-"""
+"""`WindowSet`: one stream's `KVWindow`s, which are committed, saved, copied and moved together."""
 
 import copy
 from collections.abc import Mapping
@@ -14,11 +12,11 @@ from vllm_omni.tensors.saved import SavedTensors
 
 
 class WindowSet:
-    """The windows of one stream.
+    """One stream's windows.
 
     Args:
-        by_name: Windows by the prefix of their tensors' names. The last window defines the
-            committed frames of the stream.
+        by_name: Windows, keyed by the prefix of their tensors' names. The last window defines the
+            stream's committed frames.
     """
 
     def __init__(self, by_name: Mapping[str, KVWindow]) -> None:
@@ -30,7 +28,7 @@ class WindowSet:
 
     @property
     def clean(self) -> KVWindow:
-        """The window that defines the length and the sink frames of the stream."""
+        """The window that defines the stream's length and sink frames."""
         return self.windows[-1]
 
     @property
@@ -39,7 +37,7 @@ class WindowSet:
 
     @property
     def growing_nbytes(self) -> int:
-        """Return the number of allocated bytes of those windows that grow with their session."""
+        """Return the number of bytes allocated to the windows that grow with their session."""
         return sum(window.growing_nbytes for window in self.windows)
 
     @property
@@ -48,7 +46,7 @@ class WindowSet:
         return min(window.held_frames for window in self.windows)
 
     def missing_nbytes(self, end_frame: int) -> int:
-        """Return the bytes that `grow(end_frame)` allocates."""
+        """Return the number of bytes that `grow(end_frame)` allocates."""
         return sum(window.missing_nbytes(end_frame) for window in self.windows)
 
     def grow(self, end_frame: int) -> None:
@@ -74,7 +72,7 @@ class WindowSet:
         return self.clean.committed_frames
 
     def check_frames(self, frames: range) -> None:
-        """Raise `RequestFailed` if a chunk with these `frames` cannot be served."""
+        """Raise `RequestFailed` if the windows cannot serve a chunk with these `frames`."""
         self.clean.check_frames(frames)
 
     def commit(self, end_frame: int) -> None:
@@ -83,8 +81,9 @@ class WindowSet:
             window.commit(end_frame)
 
     def tensors(self, next_frames: int) -> dict[str, torch.Tensor]:
-        """Return, by a stable name, every tensor that the next chunk, of `next_frames` frames, can
-        see."""
+        """Return, by stable name, every tensor that the next chunk, of `next_frames` frames, can
+        see.
+        """
         return {
             f"{prefix}{name}": tensor
             for prefix, window in self.by_name.items()
@@ -106,8 +105,9 @@ class WindowSet:
         return tuple(position for window in self.windows for position in window.buffers)
 
     def __copy__(self) -> Self:
-        """Return a set of windows that refers to the same memory, even after this set has been
-        closed."""
+        """Return a set of windows that refers to this set's memory, even after this set has been
+        closed.
+        """
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.by_name = {prefix: copy.copy(window) for prefix, window in self.by_name.items()}

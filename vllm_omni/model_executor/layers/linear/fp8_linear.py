@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 matrix products with a scale per token and per output channel. cuBLAS is used where it is
-faster than CUTLASS.
+"""FP8 matrix products with one scale per token and one per output channel. cuBLAS is used where it
+is faster than CUTLASS.
 
 On NVIDIA GPUs, vLLM chooses its CUTLASS kernel. On Hopper, cuBLAS (which torch calls with CUDA 12.9
 and newer) is faster for the wide layers of large video models and has the same numerical error; see
@@ -21,8 +21,8 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm_omni.model_executor.layers.fast_path import FastPath, Lack, lacks_hopper, this_device
 
 _LEAST_WIDTH = 4096
-"""Minimum number of input and output channels for which cuBLAS is used. cuBLAS was not faster with
-1536 channels, nor with Lance's 2048 channels.
+"""Minimum number of input channels, and of output channels, for a layer to use cuBLAS. cuBLAS was
+not faster with either 1536 channels or Lance's 2048 channels.
 """
 
 
@@ -47,11 +47,11 @@ class RowwiseFP8Kernel(CutlassFP8ScaledMMLinearKernel):
         Args:
             A: Inputs, e4m3 [T, K].
             B: Weight, e4m3 [K, N], column-major.
-            out_dtype: Type of the result.
-            As: Scales of the inputs, fp32 [T, 1].
-            Bs: Scales of the weight, fp32 [N, 1].
-            bias: [N], or None.
-            output_shape: Shape of the result.
+            out_dtype: The result's dtype.
+            As: Input scales, fp32 [T, 1].
+            Bs: Weight scales, fp32 [N, 1].
+            bias: Bias [N], or None.
+            output_shape: The result's shape.
         """
         padded = B.shape != (A.shape[1], output_shape[-1])
         if padded or out_dtype != torch.bfloat16:
@@ -75,7 +75,7 @@ def choose_kernel(layer: nn.Module) -> None:
 
 
 def fp8_kernel(layer: nn.Module) -> Any:
-    """Return the kernel of a layer with FP8 weights, or None."""
+    """Return the kernel of a layer that has FP8 weights. None: the layer has no FP8 weights."""
     return getattr(getattr(layer, "quant_method", None), "fp8_linear", None)
 
 
@@ -85,13 +85,13 @@ def cublas_fp8(device: torch.device) -> FastPath:
 
 
 def cublas_fp8_layers(network: nn.Module) -> FastPath:
-    """Return whether the layers with FP8 weights of a network use cuBLAS."""
+    """Return whether any of a network's layers with FP8 weights uses cuBLAS."""
     layers = [layer for layer in network.modules() if fp8_kernel(layer) is not None]
     if not layers:
         return _of_cublas(Lack("no layer has FP8 weights (--quantization)"))
     if any(isinstance(fp8_kernel(layer), RowwiseFP8Kernel) for layer in layers):
         return _of_cublas(Lack())
-    # Layers may lack different requirements. Report one that has a remedy, if there is one.
+    # Layers may lack different requirements. Report one that has a remedy if possible.
     return _of_cublas(max(map(_lacks_cublas, layers), key=lambda lack: bool(lack.remedy)))
 
 
@@ -100,7 +100,9 @@ def _of_cublas(lack: Lack) -> FastPath:
 
 
 def _lacks_cublas(layer: nn.Module) -> Lack:
-    """Return the reason why a layer with FP8 weights uses the kernel that vLLM has chosen."""
+    """Return the reason why a layer with FP8 weights uses the kernel that vLLM has chosen instead
+    of cuBLAS.
+    """
     kernel = fp8_kernel(layer)
     if type(kernel) is not CutlassFP8ScaledMMLinearKernel:
         return Lack(f"vLLM has chosen {type(kernel).__name__}")
@@ -116,7 +118,7 @@ def _lacks_cublas(layer: nn.Module) -> Lack:
 
 
 def _lacks_rowwise_cublas(device: torch.device) -> Lack:
-    """Return whether torch cannot call cuBLAS on this device for operands with a scale per row."""
+    """Check that torch can call cuBLAS on this device for operands with a scale per row."""
     version = torch.version.cuda
     lack = lacks_hopper(device) or Lack("" if version else "torch is not built for CUDA")
     if lack or tuple(int(part) for part in str(version).split(".")[:2]) >= (12, 9):

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Int8WeightMethod`: int8 weights for layers in which FP8 weights would degrade quality.
+"""`Int8WeightMethod`: int8 weights for layers where FP8 weights would degrade quality.
 
-vLLM quantizes the weights of experts to int8 while it loads a model
-(`int8_per_channel_weight_only`), but not those of linear layers. vLLM's int8 kernel for linear
-layers is intended for checkpoints stored in int8. This module uses the same kernel for weights that
-it quantizes itself.
+While it loads a model, vLLM quantizes experts' weights to int8 (`int8_per_channel_weight_only`),
+but not linear layers' weights. vLLM's int8 kernel for linear layers is intended for checkpoints
+stored in int8. This module uses it for weights that the module itself quantizes.
 """
 
 from functools import cache
@@ -31,7 +30,8 @@ _DONE = "_already_called_process_weights_after_loading"
 
 @cache
 def int8_products(device: torch.device, dtype: torch.dtype) -> FastPath:
-    """Return whether layers with int8 weights multiply in int8 for inputs of this dtype.
+    """Return whether layers with int8 weights compute their matrix products in int8 for inputs of
+    this dtype.
 
     vLLM has an int8 kernel for GPUs from Turing to Hopper, but this function requires Hopper,
     because the kernel was measured only there.
@@ -45,7 +45,7 @@ def int8_products(device: torch.device, dtype: torch.dtype) -> FastPath:
 
 
 def int8_layers(network: nn.Module, device: torch.device, dtype: torch.dtype) -> FastPath:
-    """Return whether a network has layers that multiply in int8."""
+    """Return whether a network has layers whose matrix products run in int8."""
     path = int8_products(device, dtype)
     methods = (getattr(layer, "quant_method", None) for layer in network.modules())
     if any(isinstance(method, Int8WeightMethod) for method in methods):
@@ -56,14 +56,14 @@ def int8_layers(network: nn.Module, device: torch.device, dtype: torch.dtype) ->
 class Int8WeightMethod(OnlineLinearBase):
     """Quantize weights to int8 per output channel while the model loads.
 
-    On a Hopper GPU the matrix products are computed in int8, with inputs quantized per token. On
-    other devices the weight is dequantized before each product, and the inputs are not quantized.
-    For normally distributed values the quantization error is a third of that of e4m3.
+    On a Hopper GPU, the matrix products run in int8, with inputs quantized per token. On other
+    devices, the weight is dequantized before each matrix product, and the inputs are not quantized.
+    For normally distributed values, int8's quantization error is a third of e4m3's.
     """
 
     activation_quant_key = None
     _kernel: Any = None
-    """vLLM's int8 product, or None if the weight is dequantized."""
+    """vLLM's int8 matrix-product kernel, or None if the weight is dequantized."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         if getattr(layer, _DONE, False):

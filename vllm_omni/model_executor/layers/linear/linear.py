@@ -2,13 +2,13 @@
 """vLLM's linear layers, sharded according to a `ParallelContext`, and the precision of their
 weights.
 
-A layer takes its rank and the number of ranks from the `ParallelContext` with which the model was
-built, not from vLLM's tensor-parallel group. With sequence parallelism, or if guidance branches run
-on separate ranks, every rank of vLLM's group holds whole layers. All-reduces also go through the
-context, so that a CUDA graph can end before each all-reduce.
+A layer takes its rank and the number of ranks from the `ParallelContext` that the model was built
+with rather than from vLLM's tensor-parallel group. With sequence parallelism, or if guidance
+branches run on separate ranks, every rank of vLLM's group holds whole layers. All-reduces also go
+through the context so that a CUDA graph can end before each one.
 
-`slots` returns the checkpoint names of a layer's tensors. The `weight_loader` that vLLM sets on the
-parameter extracts this rank's part of a full tensor.
+`slots` yields the checkpoint name and the slot of every tensor of a layer. The `weight_loader` that
+vLLM sets on a parameter extracts this rank's part of a full tensor.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -51,11 +51,11 @@ from vllm_omni.model_executor.layers.linear.quantized_input import Input, produc
 
 
 class PlainLinearMethod(UnquantizedLinearMethod):
-    """Unquantized weights that are not repacked after loading, because they move between pipeline
-    stages and are reloaded in place.
+    """Leaves unquantized weights as loaded rather than repacking them, because they move between
+    pipeline stages and are reloaded in place.
 
-    vLLM's own method packs a weight for its CPU kernel and drops the original. The parameters of
-    that method also require a tensor-parallel group when they are created, but this project also
+    vLLM's own method packs a weight for its CPU kernel and drops the original. That method's
+    parameters also require a tensor-parallel group when they are created, but this package also
     builds models in processes without such a group.
     """
 
@@ -94,15 +94,15 @@ class PlainLinearMethod(UnquantizedLinearMethod):
 
 
 class LinearPrecision(QuantizationConfig):
-    """The precision of each linear layer: as loaded, or quantized according to the engine's
+    """Each linear layer's precision: as loaded, or quantized according to the engine's
     configuration.
 
     Args:
         quantization: vLLM's config for `--quantization`. None: nothing is quantized.
-        retained: `fnmatch` patterns of the names of layers that are not quantized.
-        int8: `fnmatch` patterns of the names of layers with int8 weights (`Int8WeightMethod`). The
-            patterns apply only if the engine quantizes weights while it loads them, because a
-            quantized checkpoint already determines the formats of its weights.
+        retained: `fnmatch` patterns for the names of layers that are not quantized.
+        int8: `fnmatch` patterns for the names of layers that get int8 weights (`Int8WeightMethod`)
+            if the engine quantizes weights while it loads them. Otherwise, these layers are not
+            quantized.
     """
 
     def __init__(
@@ -156,9 +156,7 @@ class LinearPrecision(QuantizationConfig):
 
 
 class _QuantizedInput(LinearBase):
-    """A linear layer that also accepts inputs that are already quantized
-    (`quantized_input.takes_quantized`).
-    """
+    """A linear layer that also accepts quantized inputs (`quantized_input.takes_quantized`)."""
 
     def forward(self, input_: Input) -> Any:
         if isinstance(input_, QuantizedActivation):
@@ -167,15 +165,15 @@ class _QuantizedInput(LinearBase):
             return product(self, input_, bias)
         if input_.dim() == 2 or isinstance(self.quant_method, PlainLinearMethod):
             return super().forward(input_)
-        # vLLM's models pass 2-D inputs, and some of vLLM's kernels (int8 with AMX) accept no
-        # others.
+        # vLLM's models pass 2-D inputs, and some of vLLM's kernels (int8 with AMX) accept no other
+        # inputs.
         output = super().forward(input_.reshape(-1, input_.shape[-1]))
         assert isinstance(output, torch.Tensor)
         return output.view(*input_.shape[:-1], output.shape[-1])
 
 
 class ColumnLinear(_QuantizedInput, ColumnParallelLinear, ShardedModule):
-    """A linear layer that is sharded over its output channels."""
+    """A linear layer sharded across its output channels."""
 
     def __init__(
         self,
@@ -206,11 +204,10 @@ class ColumnLinear(_QuantizedInput, ColumnParallelLinear, ShardedModule):
 
 
 class MergedLinear(_QuantizedInput, MergedColumnParallelLinear, ShardedModule):
-    """Several linear layers with the same input, merged into one matrix product and sharded over
-    the output channels.
+    """Several linear layers with the same input, merged into one matrix product and sharded across
+    their output channels.
 
-    `names` are the names of the merged layers in the checkpoint, relative to the parent of this
-    module.
+    `names` are the names of the merged layers in the checkpoint, relative to this module's parent.
     """
 
     def __init__(
@@ -226,8 +223,8 @@ class MergedLinear(_QuantizedInput, MergedColumnParallelLinear, ShardedModule):
     ) -> None:
         self.names = tuple(names)
         self.output_sizes = list(out_features)
-        # Skips the constructor of `MergedColumnParallelLinear`, because it reads rank and size from
-        # vLLM's tensor-parallel group.
+        # Skip the constructor of `MergedColumnParallelLinear`, because that constructor reads the
+        # rank and the group size from vLLM's tensor-parallel group.
         ColumnParallelLinear.__init__(
             self,
             in_features,
@@ -246,7 +243,7 @@ class MergedLinear(_QuantizedInput, MergedColumnParallelLinear, ShardedModule):
         return self.named_slots([f"{parent}.{name}" for name in self.names])
 
     def named_slots(self, names: Sequence[str]) -> Iterator[tuple[str, CheckpointSlot]]:
-        """Yield the `slots` of the merged layers, given their full names in the checkpoint."""
+        """Yield the merged layers' `slots`, given their full names in the checkpoint."""
         row = 0
         for index, (name, full) in enumerate(zip(names, self.output_sizes, strict=True)):
             rows = _Rows(self, row, full // self.tp_size, full, self.tp_rank, index)
@@ -286,7 +283,7 @@ class StackedLinear(MergedLinear):
 
 
 class QKVLinear(_QuantizedInput, QKVParallelLinear, ShardedModule):
-    """Query, key and value projections as one matrix product. This rank holds the outputs of its
+    """Query, key and value projections as one matrix product. This rank holds the outputs for its
     own heads, in the order query, key, value.
 
     If there are more ranks than K/V heads, a K/V head is replicated on all ranks whose query heads
@@ -314,7 +311,7 @@ class QKVLinear(_QuantizedInput, QKVParallelLinear, ShardedModule):
             heads * head_dim * ranks
             for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         ]
-        # Skips the constructor of `QKVParallelLinear`, as in `MergedLinear`.
+        # Skip the constructor of `QKVParallelLinear`, as in `MergedLinear`.
         ColumnParallelLinear.__init__(
             self,
             in_features,
@@ -329,7 +326,7 @@ class QKVLinear(_QuantizedInput, QKVParallelLinear, ShardedModule):
         _weights_created(self)
 
     def named_slots(self, names: Sequence[str]) -> Iterator[tuple[str, CheckpointSlot]]:
-        """Yield the slots of the three layers, given their full names in the checkpoint."""
+        """Yield the three layers' slots, given their full names in the checkpoint."""
         kv_rank = self.tp_rank // self.num_kv_head_replicas
         row = 0
         for index, (name, heads, own, rank) in enumerate(
@@ -350,7 +347,7 @@ class QKVLinear(_QuantizedInput, QKVParallelLinear, ShardedModule):
 
 
 class RowLinear(_QuantizedInput, RowParallelLinear, ShardedModule):
-    """A linear layer over this rank's input channels, followed by an all-reduce."""
+    """A linear layer sharded across its input channels, followed by an all-reduce."""
 
     def __init__(
         self,
@@ -381,8 +378,9 @@ class RowLinear(_QuantizedInput, RowParallelLinear, ShardedModule):
         _weights_created(self)
 
     def forward(self, input_: Input, alone: bool = False) -> torch.Tensor:
-        """Return the matrix product, all-reduced over the ranks unless `alone` is set; see
-        `own_part`."""
+        """Return the layer's output, all-reduced across the ranks. If `alone` is set, return only
+        this rank's contribution; see `own_part`.
+        """
         part = super().forward(input_)
         assert isinstance(part, torch.Tensor)
         if alone or self.tp_size == 1:
@@ -394,7 +392,7 @@ class RowLinear(_QuantizedInput, RowParallelLinear, ShardedModule):
         """Return this rank's contribution to the result, before the all-reduce. The bias is
         included only if there are no other ranks.
 
-        This method calls the module, so that the module's hooks fetch offloaded weights.
+        This method calls the module so that the module's hooks fetch offloaded weights.
         """
         part: torch.Tensor = self(x, alone=True)
         return part
@@ -412,26 +410,27 @@ class RowLinear(_QuantizedInput, RowParallelLinear, ShardedModule):
 
 @dataclass(frozen=True)
 class _Rows:
-    """The output channels of one checkpoint layer on this rank, in a module that may merge several
+    """One checkpoint layer's output channels on this rank, in a module that may merge several
     layers.
     """
 
     module: LinearBase
     """The module that holds the layer."""
     row: int
-    """Index of the first output channel of the layer in the module."""
+    """Index of the layer's first output channel in the module."""
     own: int
-    """Number of output channels of the layer that this rank holds."""
+    """Number of the layer's output channels that this rank holds."""
     full: int
-    """Number of output channels of the layer in the checkpoint."""
+    """Number of the layer's output channels in the checkpoint."""
     rank: int
-    """Index of this rank among the ranks that shard the layer."""
+    """This rank's index among the ranks that shard the layer."""
     index: int = 0
-    """Index of the layer in the module."""
+    """Index of the layer among the module's layers."""
 
     def slot(self, parameter: Any, *shard: int | str) -> CheckpointSlot:
         """Return the slot for one tensor of the layer: channels of a parameter, a separate scale,
-        or a shared value."""
+        or a shared value.
+        """
         if getattr(parameter, "output_dim", None) is None:
             single = isinstance(parameter, PerTensorScaleParameter)
             target = parameter.data[self.index] if single else parameter.data
@@ -453,7 +452,8 @@ def _weights_created(layer: LinearBase) -> None:
     this function at its end.
 
     If vLLM quantizes a layer as soon as it is fully loaded, vLLM has to wait for the bias, too.
-    vLLM registers the bias when the weight arrives, but in a file the bias comes before the weight.
+    vLLM registers the bias when the weight arrives, but in a checkpoint file the bias comes before
+    the weight.
     """
     choose_kernel(layer)
     if layer.quant_method.uses_meta_device:
@@ -461,8 +461,9 @@ def _weights_created(layer: LinearBase) -> None:
 
 
 def gelu_of(layer: ColumnLinear, x: Input) -> torch.Tensor:
-    """Return the tanh approximation of GELU, applied to a layer's result. On CUDA it is fused into
-    cuBLAS's matrix product.
+    """Return a layer's output after the tanh approximation of GELU. On CUDA, GELU is fused into
+    cuBLAS's matrix product if the weights and `x` are unquantized, `x` is half-precision, and the
+    layer has a bias.
 
     The fused kernel applies GELU to the fp32 sum, before the sum is rounded.
     """
@@ -481,8 +482,9 @@ def gelu_of(layer: ColumnLinear, x: Input) -> torch.Tensor:
 
 
 def quantized_layers(network: nn.Module) -> nn.ModuleList:
-    """Return the linear layers that a quantization method of vLLM manages. The tensors of these
-    layers differ from the checkpoint's tensors."""
+    """Return the linear layers that one of vLLM's quantization methods manages. These layers'
+    tensors differ from the checkpoint's tensors.
+    """
     layers = (module for module in network.modules() if isinstance(module, LinearBase))
     return nn.ModuleList(
         layer for layer in layers if not isinstance(layer.quant_method, PlainLinearMethod)
@@ -514,7 +516,8 @@ def check_quantization(network: nn.Module, method: str | None) -> None:
 
 def _loader(parameter: Any, *shard: int | str) -> Callable[[torch.Tensor], None]:
     """Return the function that loads a full tensor into a parameter, or into the part of the
-    parameter that belongs to one merged layer."""
+    parameter that belongs to one merged layer.
+    """
     return partial(_load, parameter, shard)
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 inputs of linear layers: the op that produces an input also quantizes it in the same pass
+"""FP8 inputs for linear layers: the op that produces an input also quantizes it, in the same pass
 over memory.
 
-vLLM's layers quantize their input per token in a separate pass before the product. vLLM's kernels
-accept quantized inputs (`QuantizedActivation`), but on NVIDIA GPUs they declare support only for
-inputs with a single static scale. The matrix product itself also supports a scale per token.
+vLLM's layers quantize their input per token in a separate pass over memory, before the matrix
+product. vLLM's kernels accept quantized inputs (`QuantizedActivation`), but on NVIDIA GPUs they
+declare support only for inputs with a single static scale. `product` therefore calls the underlying
+matrix product, which also supports per-token scales.
 """
 
 # T tokens, D channels
@@ -23,13 +24,13 @@ from vllm_omni.model_executor.layers.linear.fp8_linear import fp8_kernel
 from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, LARGEST
 
 LEAST_SCALE = 1 / (LARGEST * 512)
-"""vLLM's lower bound for scales. The bound takes effect for tokens that are close to zero."""
+"""vLLM's lower bound for scales. It applies to tokens whose values are all close to zero."""
 Input = torch.Tensor | QuantizedActivation
 """Input of a linear layer, [..., D]."""
 
 
 def takes_quantized(layer: nn.Module) -> bool:
-    """Return whether `layer` accepts e4m3 inputs with a scale per token.
+    """Return whether `layer` accepts e4m3 inputs with per-token scales.
 
     A layer with a LoRA adapter does not accept them, because the adapter needs the unquantized
     input.
@@ -38,7 +39,7 @@ def takes_quantized(layer: nn.Module) -> bool:
 
 
 def quantized_input_layers(network: nn.Module) -> FastPath:
-    """Return whether the layers of a network accept quantized inputs."""
+    """Return whether a network's linear layers accept quantized inputs."""
     layers = [layer for layer in network.modules() if fp8_kernel(layer) is not None]
     lacks = [_refuses_quantized(layer) for layer in layers]
     lack = next(filter(None, lacks), Lack())
@@ -50,7 +51,9 @@ def quantized_input_layers(network: nn.Module) -> FastPath:
 
 
 def _refuses_quantized(layer: nn.Module) -> Lack:
-    """Return the reason why a layer with FP8 weights requires an unquantized input."""
+    """Return why a layer that has FP8 weights requires an unquantized input, or an empty `Lack` if
+    it does not.
+    """
     kernel = fp8_kernel(layer)
     if not isinstance(kernel, CutlassFP8ScaledMMLinearKernel):
         return Lack(f"vLLM has chosen {type(kernel).__name__}")
@@ -61,8 +64,8 @@ def _refuses_quantized(layer: nn.Module) -> Lack:
 
 
 def product(layer: Any, x: QuantizedActivation, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return the matrix product of a layer that `takes_quantized`, in the dtype of `x` before
-    quantization.
+    """Return the layer's matrix product, in the dtype that `x` had before quantization. The layer
+    must satisfy `takes_quantized`.
     """
     rows_TD, width = x.data.view(-1, x.data.shape[-1]), layer.weight.shape[1]
     result: torch.Tensor = fp8_kernel(layer).apply_scaled_mm(
@@ -83,14 +86,14 @@ def quantized(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Qu
     Args:
         data: e4m3 [..., D].
         scale: fp32 [..., 1]; the input is `data` times `scale`.
-        dtype: Type of the input before quantization.
+        dtype: Dtype of the input before quantization.
     """
     return QuantizedActivation(data, scale, dtype, data.shape, kFp8DynamicTokenSym)
 
 
 def quantize_tokens(x: torch.Tensor, dtype: torch.dtype) -> QuantizedActivation:
-    """Quantize [..., D] like vLLM's layers: the largest value of each token is mapped to the e4m3
-    maximum. `dtype` is the type of the input before quantization.
+    """Quantize a tensor [..., D] as vLLM's layers do: map the largest magnitude of each token to
+    the e4m3 maximum. `dtype` is the dtype of the input before quantization.
     """
     x = x.float()
     scale = (x.abs().amax(-1, keepdim=True) / LARGEST).clamp_(min=LEAST_SCALE)
@@ -98,7 +101,7 @@ def quantize_tokens(x: torch.Tensor, dtype: torch.dtype) -> QuantizedActivation:
 
 
 def split_tokens(x: Input, count: int) -> list[Input]:
-    """Split [T, D] into parts of `count` tokens. The last part may be shorter."""
+    """Split an input [T, D] into parts of `count` tokens. The last part may be shorter."""
     if isinstance(x, torch.Tensor):
         return list(x.split(count))
     parts = zip(x.data.split(count), x.scale.split(count), strict=True)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`StoredQuantization`: apply a checkpoint's quantization only to the layers that are stored
-quantized."""
+quantized.
+"""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -17,12 +18,13 @@ from vllm_omni.model_executor.layers.linear.linear import PlainLinearMethod
 
 
 class StoredQuantization(QuantizationConfig):
-    """vLLM's quantization config of a checkpoint, restricted to the layers that are quantized.
+    """vLLM's quantization config for a checkpoint, restricted to the layers that are stored
+    quantized.
 
     Args:
-        config: vLLM's config of the format.
-        layers: Names of the quantized layers. A merged layer is listed by the names of the layers
-            it consists of. None: all layers that support quantization are quantized.
+        config: vLLM's config for the quantization format.
+        layers: Names of the quantized layers. A merged layer is listed under the names of the
+            layers that it consists of. None: all layers that support quantization are quantized.
     """
 
     def __init__(self, config: QuantizationConfig, layers: Collection[str] | None) -> None:
@@ -31,10 +33,10 @@ class StoredQuantization(QuantizationConfig):
         self.layers = None if layers is None else frozenset(layers)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Return the method for `layer`, or None if it is not quantized.
+        """Return the quantization method for `layer`, or None if the layer is not quantized.
 
         Raises:
-            ValueError: Only part of a merged layer is quantized.
+            ValueError: Only some parts of a merged layer are quantized.
         """
         if self.layers is not None:
             names = stored_names(layer, prefix)
@@ -68,6 +70,6 @@ class StoredQuantization(QuantizationConfig):
 
 
 def stored_names(layer: nn.Module, prefix: str) -> Sequence[str]:
-    """Return the checkpoint names of the layers that are merged in `layer`."""
+    """Return the checkpoint names of the layers merged into `layer`."""
     parts = getattr(layer, "names", None)
     return [prefix] if parts is None else [f"{prefix.rpartition('.')[0]}.{part}" for part in parts]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters of the current forward pass. The adapters are stored in a global variable, because a
-process runs one forward pass at a time, on one thread.
+"""The adapters that are active in the current forward pass. They are stored in a global variable,
+because a process runs one forward pass at a time, on one thread.
 
-`AdapterStore.applied` sets the active adapters. The adapted layers read the active adapters, and so
-does every cache of results that depend on weights.
+`AdapterStore.applied` sets the active adapters. The adapted layers read them, and so does every
+cache whose results depend on the weights.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -13,16 +13,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ActiveAdapter:
-    """One adapter of the current forward pass."""
+    """An adapter that is active in the current forward pass."""
 
     slot: int
     """Index of the slot that holds the adapter."""
     layout: int
-    """A value that is equal for adapters that change the same modules with the same ranks. Such
+    """A key that is equal for adapters that change the same modules with the same LoRA ranks. Such
     adapters occupy the same memory in a slot.
     """
     version: int
-    """Version number that identifies the adapter's weights, independent of the slot."""
+    """Version number that identifies the adapter's weights, regardless of the slot that holds them.
+    """
     scale: float
     """Strength of the adapter."""
 
@@ -31,7 +32,7 @@ _active: tuple[ActiveAdapter, ...] = ()
 
 
 def active_adapters() -> tuple[ActiveAdapter, ...]:
-    """Return the adapters of the current forward pass, or () if the forward pass uses only the
+    """Return the adapters that are active in the current forward pass, or () if it uses only the
     checkpoint's weights.
     """
     return _active
@@ -45,7 +46,8 @@ def weights_key() -> Hashable:
 def addresses_key() -> Hashable:
     """Return a key that is equal for two forward passes if and only if they read the same memory.
 
-    Weights and strengths may still differ, because they are values on the device.
+    Weights and strengths may still differ between the passes, because they are values in device
+    memory.
     """
     return tuple((adapter.slot, adapter.layout) for adapter in _active)
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`load_adapter`: reads an adapter's files, validates them against a model, and returns the deltas
+"""`load_adapter`: read an adapter's files, validate them against a model, and return the deltas
 that this rank needs.
 
 Every rank validates all names, LoRA ranks and shapes before it reads data. Modules that do not
 match the model are skipped and reported, because adapters are shared between models. For example,
-adapters for Wan 2.1 I2V contain layers for the start image that Wan 2.2 lacks, and other adapters
-contain layers of a text encoder. A file is refused if it is malformed or no module in it matches
-the model.
+adapters for Wan 2.1 I2V contain start-image layers that Wan 2.2 lacks, and other adapters contain
+text encoder layers. A file is rejected if it is malformed or if none of its modules match the
+model.
 """
 
 # r rank, I inputs, O outputs of a module
@@ -34,20 +34,20 @@ from vllm_omni.model_executor.layers.lora.target import AdapterTarget
 
 _DIGESTING_THREADS = 4
 TargetName = tuple[str, str]
-"""Name of an adapter's target: (network, name of a module or tensor)."""
+"""Name of a target that an adapter changes: (network, module or tensor name)."""
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """The deltas of one module: `up @ down` for the weight, and `bias` for the bias."""
+    """The deltas for one module: `up @ down` for the weight, and `bias` for the bias."""
 
     down: torch.Tensor | None = None
-    """Down projection, [r, I]. None: the weight does not change."""
+    """Down projection, [r, I]. None: the adapter does not change the weight."""
     up: torch.Tensor | None = None
-    """Up projection, [O, r], already multiplied by the adapter's scaling factor. None: the weight
-    does not change."""
+    """Up projection, [O, r], already multiplied by the adapter's scaling factor. None: the adapter
+    does not change the weight."""
     bias: torch.Tensor | None = None
-    """Delta of the bias, [O]. None: the bias does not change."""
+    """Bias delta, [O]. None: the adapter does not change the bias."""
 
     @property
     def rank(self) -> int:
@@ -60,13 +60,14 @@ class LowRank:
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """The full tensors of an adapter in host memory, for those modules of which this rank holds at
-    least a part."""
+    """An adapter's full (unsharded) tensors in host memory. Modules that this rank holds no part of
+    are omitted.
+    """
 
     matrices: Mapping[TargetName, LowRank]
-    """Deltas of linear layers."""
+    """Deltas for linear layers."""
     vectors: Mapping[TargetName, torch.Tensor]
-    """Deltas of gains, norm biases and modulation, fp32."""
+    """Deltas for gains, norm biases and modulation, fp32."""
     digest: str
     """Digest of the weights; see `UsedLora.digest`."""
     skipped: tuple[str, ...] = ()
@@ -74,7 +75,9 @@ class AdapterWeights:
 
     @cached_property
     def layout(self) -> Hashable:
-        """Return a key that is equal for adapters with the same modules and shapes."""
+        """Return a key that is equal for adapters that change the same modules with the same
+        shapes.
+        """
         matrices = (
             (position, one.rank, one.bias is None) for position, one in self.matrices.items()
         )
@@ -92,9 +95,9 @@ def load_adapter(
 
     Args:
         path: File or directory of the adapter.
-        targets: Networks of the model, by name.
+        targets: The model's networks, keyed by name.
         max_rank: Maximum LoRA rank.
-        dtype: Type of the returned weights of linear layers.
+        dtype: Dtype of the returned deltas for linear layers.
         own: Modules and tensors of which this rank holds a part. All other modules and tensors are
             only validated.
 
@@ -164,7 +167,7 @@ def _read(
         alongside: Executor that computes the digests concurrently.
 
     Returns:
-        The tensors in `wanted`, and the digests of all tensors in the order of the file.
+        The tensors in `wanted`, and the digests of all tensors in file order.
     """
     data, digests = {}, {}
     for name, tensor in file.source.read_tensors(sorted(file.source.shapes)):
@@ -189,7 +192,7 @@ def _checked(name: str, tensor: torch.Tensor) -> _Checked:
 
 
 def _settings(file: AdapterFile, contents: AdapterFileContents) -> bytes:
-    """Return the strengths specified in a file, as bytes for the digest."""
+    """Return the strengths that a file specifies, as bytes to include in the digest."""
     modules = {keys.settings_name for keys in contents.matrices.values()}
     strengths = (
         [] if file.scaling is None else [(name, file.scaling(name)) for name in sorted(modules)]
@@ -225,7 +228,7 @@ def _difference(
 def _used_tensors(
     parts: Sequence[torch.Tensor], dim: int, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """Concatenate the parts in newly allocated memory, because the parts may be views of the
+    """Concatenate the parts into newly allocated memory, because the parts may be views of the
     file.
     """
     if len(parts) > 1:
@@ -234,8 +237,8 @@ def _used_tensors(
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all elements are finite. One pass over memory is usually enough, because the
-    sum is NaN or Inf if any element is, and rarely otherwise.
+    """Return whether all elements are finite. One pass over memory is usually enough: the sum is
+    NaN or Inf if any element is NaN or Inf, and a sum of finite elements rarely overflows.
     """
     return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(
         torch.isfinite(tensor.float()).all()
@@ -259,11 +262,11 @@ def _check(
     max_rank: int,
 ) -> list[str]:
     """Remove from `contents` the modules whose shapes do not match the model, and return the stored
-    names of the tensors of these modules.
+    names of their tensors.
 
     Raises:
-        AdapterError: The file is malformed or no module in it matches the model. The message
-            contains a count and three examples of each kind of problem.
+        AdapterError: The file is malformed, or none of its modules match the model. The message
+            contains a count and three examples for each kind of problem.
     """
     shapes = file.source.shapes
     if not shapes:
@@ -304,8 +307,8 @@ def _check(
 def _take_misfits(
     contents: AdapterFileContents, shapes: Mapping[str, Shape], targets: Mapping[str, AdapterTarget]
 ) -> tuple[list[str], list[str]]:
-    """Remove all deltas whose shapes do not match the model. Return an error line for each of these
-    deltas, and the stored names of their tensors.
+    """Remove all deltas whose shapes do not match the model. Return an error line for each removed
+    delta, and the stored names of all removed tensors.
     """
     lines: list[str] = []
     names: list[str] = []
@@ -327,8 +330,8 @@ def _take_misfits(
 def _misfit(
     names: Mapping[Kind, str], shapes: Mapping[str, Shape], expected: tuple[int, int]
 ) -> str | None:
-    """Return an error line if the delta of a module has a different number of inputs or outputs
-    than the module in the model, otherwise None.
+    """Return an error line if a module and its delta differ in their number of inputs or outputs,
+    otherwise None.
     """
     outputs, inputs = expected
     if "down" in names and _flat(down := shapes[names["down"]])[1:] != (inputs,):
@@ -345,8 +348,9 @@ def _misfit(
 def _check_matrix(
     keys: MatrixKeys, shapes: Mapping[str, Shape], halves: list[str], misshapen: list[str]
 ) -> int:
-    """Append inconsistencies of one module's delta to `halves` and `misshapen`, and return the rank
-    of the delta."""
+    """Append inconsistencies in one module's delta to `halves` and `misshapen`, and return the
+    delta's rank.
+    """
     names, rank = keys.names, 0
     if "down" in names and "up" in names:
         up, rank = shapes[names["up"]], shapes[names["down"]][0]
@@ -362,7 +366,7 @@ def _check_matrix(
 
 
 def _flat(shape: Shape) -> tuple[int, ...]:
-    """Return the shape of a matrix with all dimensions after the first flattened."""
+    """Return a matrix's shape with all dimensions after the first flattened into one."""
     inputs = 1
     for size in shape[1:]:
         inputs *= size

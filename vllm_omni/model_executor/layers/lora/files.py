@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of an adapter, and the naming styles of their tensors: diffusers, PEFT, kohya and the
-Wan community's.
+"""An adapter's files, and the naming styles that their tensors follow: diffusers, PEFT, kohya and
+the Wan community's.
 
     transformer.blocks.0.attn1.to_q.lora_A.weight
-        diffusers; `transformer_2.` of a second network
+        diffusers; `transformer_2.` for a second network
     base_model.model.blocks.0.self_attn.q.lora_A.weight
         PEFT, with adapter_config.json in the same directory
     lora_unet_blocks_0_self_attn_q.lora_down.weight, .alpha       kohya, musubi-tuner
@@ -11,10 +11,10 @@ Wan community's.
     ... .diff, .diff_b, .diff_m
         full deltas of a weight, a bias, or modulation
 
-Names are parsed and compared with a model before any data is read (`adapter.py`). Adapter files are
-untrusted and are therefore opened through `tensor_files.py`. Diffusers' converters for musubi and
-ComfyUI are not used, because they require every block and all data, drop deltas of norms, and fail
-for layers that Wan lacks, such as LingBot World's camera layers.
+Names are parsed and compared with the model's names before any data is read (`adapter.py`). Adapter
+files are untrusted, so they are opened through `tensor_files.py`. Diffusers' converters for musubi
+and ComfyUI are not used, because they require every block and all data, drop deltas for norms, and
+fail on layers that Wan lacks, such as LingBot World's camera layers.
 tests/model_executor/layers/lora/test_adapter_files.py covers the naming styles.
 """
 
@@ -42,8 +42,8 @@ Kind = Literal["down", "up", "alpha", "bias", "diff"]
 _PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
 _DIFFUSERS_SETTINGS = "lora_adapter_metadata"
-"""Metadata key under which diffusers stores PEFT's settings. Each module name is prefixed with the
-name of its network.
+"""Metadata key that holds the PEFT settings in diffusers' files. Each module name in the settings
+is prefixed with the name of its network.
 """
 _KOHYA = "lora_unet_"
 _PREFIXES = ("base_model.model.", "model.diffusion_model.", "diffusion_model.", "pipe.dit.", "dit.")
@@ -58,19 +58,19 @@ _KINDS: tuple[tuple[str, Kind], ...] = (
 
 
 class AdapterError(ValueError):
-    """An adapter does not fit the model. The message is one line. It lists the kinds of tensors in
+    """An adapter does not fit the model. The one-line message lists the kinds of tensors found in
     the adapter's files, the kinds that the model accepts, and three examples.
     """
 
 
 @dataclass
 class MatrixKeys:
-    """The stored tensor names of one module's delta."""
+    """The stored names of the tensors that make up one module's delta."""
 
     settings_name: str
     """Name of the module in PEFT's settings."""
     names: dict[Kind, str] = field(default_factory=dict)
-    """Stored tensor names, by kind."""
+    """Stored tensor names, keyed by kind."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class AdapterFile:
     source: TensorSource
     """The open file."""
     network: str | None
-    """The network to which the file applies. None: it is determined by the tensor names."""
+    """The network that the file applies to. None: the tensor names determine the network."""
     scaling: Callable[[str], float] | None
-    """Function that returns PEFT's strength for the stored name of a module. None: the strength is
-    stored in tensors.
+    """Function that maps a module's stored name to its strength in the PEFT settings. None:
+    strengths are stored in tensors.
     """
 
 
@@ -92,22 +92,23 @@ class AdapterFileContents:
     """The parsed tensor names of a file."""
 
     matrices: dict[tuple[str, str], MatrixKeys] = field(default_factory=dict)
-    """Stored names of a linear layer's delta, by (network, module)."""
+    """Stored names of each linear layer's delta, keyed by (network, module)."""
     vectors: dict[tuple[str, str], str] = field(default_factory=dict)
-    """Stored name of the delta of a gain, norm bias or modulation, by (network, tensor)."""
+    """Stored name of the delta for each gain, norm bias or modulation, keyed by (network, tensor).
+    """
     strange: list[str] = field(default_factory=list)
     """Stored names of modules or networks that the model lacks or that adapters may not change."""
     unread: list[str] = field(default_factory=list)
-    """Stored names with an unsupported suffix that belong to modules of the model."""
+    """Stored names that belong to the model's modules but have an unsupported suffix."""
 
 
 def open_adapter(path: str, targets: Mapping[str, AdapterTarget]) -> list[AdapterFile]:
-    """Open an adapter without reading data: a file, or a directory with one file or one file per
-    network.
+    """Open an adapter without reading its data. An adapter is a file, or a directory that contains
+    either a single file or one file per network.
 
     Args:
         path: Path from vLLM's `--lora-modules`.
-        targets: Networks of the model, by name.
+        targets: The model's networks, keyed by name.
 
     Raises:
         AdapterError: The adapter does not exist or is not a safetensors file. The message is one
@@ -138,8 +139,9 @@ def _opened(file: Path) -> UnmappedSource:
 
 
 def read_names(file: AdapterFile, targets: Mapping[str, AdapterTarget]) -> AdapterFileContents:
-    """Group the tensor names of a file by network, module and kind. Names that do not match the
-    model are recorded in the result and raise no error."""
+    """Group a file's tensor names by network, module and kind. Names that do not match the model
+    are recorded in the result and do not raise an error.
+    """
     contents = AdapterFileContents()
     kohya = {name: _flat_names(target) for name, target in targets.items()}
     for stored in file.source.shapes:
@@ -179,7 +181,9 @@ def _target_of(
     *,
     modulation: bool,
 ) -> bool:
-    """Record one tensor name in `contents`. Return False if the network lacks its module."""
+    """Record one tensor name in `contents`. Return False if the network lacks the module that the
+    name belongs to.
+    """
     stored, named, kind = key
     module = target.module_named(named)
     if modulation:
@@ -197,7 +201,7 @@ def _target_of(
 
 
 def _has_module(name: str, target: AdapterTarget, flat_names: Mapping[str, str]) -> bool:
-    """Return whether a name starts with the name of a module that an adapter may change."""
+    """Return whether `name` starts with the name of a module that an adapter may change."""
     parts = name.split(".")
     modules = [".".join(parts[:count]) for count in range(1, len(parts))]
     return parts[0].removeprefix(_KOHYA) in flat_names or any(
@@ -208,8 +212,9 @@ def _has_module(name: str, target: AdapterTarget, flat_names: Mapping[str, str])
 def _networks(
     stored: str, marked: str | None, targets: Mapping[str, AdapterTarget]
 ) -> tuple[str, list[str]]:
-    """Strip the prefixes of a tensor name. Return the rest, and the networks to which the name
-    applies: the network that the name contains, otherwise `marked`, otherwise all networks.
+    """Strip the prefixes from a tensor name. Return the stripped name, and the networks that it
+    applies to: the network that the name starts with (none if the model lacks it), otherwise
+    `marked`, otherwise all networks.
     """
     name, networks = stored, list(targets) if marked is None else [marked]
     while prefix := next((prefix for prefix in _PREFIXES if name.startswith(prefix)), None):
@@ -221,14 +226,14 @@ def _networks(
 
 
 def _flat_names(target: AdapterTarget) -> dict[str, str]:
-    """Return the modules by kohya's names. Kohya replaces dots with underscores, so a name by
-    itself does not show where the dots were.
+    """Return the module names, keyed by their kohya names. Kohya replaces dots with underscores, so
+    a kohya name alone does not show where the dots were.
     """
     return {module.replace(".", "_"): module for module in target.matrices()}
 
 
 def _files_in(folder: Path, targets: Mapping[str, AdapterTarget]) -> list[Path]:
-    """Return the adapter file in a directory, or one file per network."""
+    """Return the adapter files in a directory: one file, or one file per network."""
     if (folder / _DIFFUSERS_WEIGHTS).is_file():
         return [folder / _DIFFUSERS_WEIGHTS]
     files = sorted(folder.glob("*.safetensors"))
@@ -242,7 +247,7 @@ def _files_in(folder: Path, targets: Mapping[str, AdapterTarget]) -> list[Path]:
 
 
 def _marked_network(file: Path, targets: Mapping[str, AdapterTarget]) -> str | None:
-    """Return the network that the file name denotes, or None if it denotes none."""
+    """Return the network that the file name denotes, or None if it does not denote one."""
     name = file.name.lower()
     return next(
         (
@@ -257,8 +262,8 @@ def _marked_network(file: Path, targets: Mapping[str, AdapterTarget]) -> str | N
 def _stored_scaling(
     file: UnmappedSource, targets: Mapping[str, AdapterTarget]
 ) -> Callable[[str], float] | None:
-    """Return the strengths in PEFT's settings that diffusers stores in a file's metadata, or
-    None.
+    """Return a function that looks up strengths in the PEFT settings that diffusers stores in a
+    file's metadata. Return None if the file has no such settings.
     """
     text = file.metadata.get(_DIFFUSERS_SETTINGS)
     if text is None:
@@ -284,8 +289,8 @@ def _helper(settings: dict[str, Any], where: str) -> PEFTHelper:
         )
     except Exception as error:  # vLLM's reader raises arbitrary errors on malformed settings
         raise AdapterError(f"{where}: its settings cannot be read ({error})") from error
-    # This is the part of `validate_legal` that does not check the rank. The tensors determine the
-    # rank.
+    # Call only the part of `validate_legal` that does not check the rank, because the tensors
+    # determine the rank.
     if problems := helper._validate_features():
         raise AdapterError(f"{where}: {' '.join(problems)}")
     return helper
@@ -295,7 +300,7 @@ def _scaling(helper: PEFTHelper, where: str) -> Callable[[str], float]:
     def scaling(module: str) -> float:
         try:
             found = float(helper.get_rank_and_scaling(module)[1])
-        # The patterns are regular expressions from the file, and its numbers may be arbitrary.
+        # The file supplies the regular expressions and the numbers, so any error is possible.
         except Exception as error:
             raise AdapterError(
                 f"{where}: its settings of {module} cannot be read ({error})"

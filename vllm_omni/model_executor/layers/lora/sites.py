@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`AdaptedLayers`: applies adapters to the modules of a network on this rank.
 
-Each adapted linear layer adds `scale * up(down(x))` to its result. Layers of vLLM add the deltas
-after their quantization method and before an all-reduce, so adapters also work with quantized
+Each adapted linear layer adds `scale * up(down(x))` to its output. vLLM's layers add the deltas
+after their quantization method and before any all-reduce, so adapters also work with quantized
 weights. Other layers add the deltas after their `forward`. Gains, norm biases and modulation are
 small, so they are overwritten in place (`AdaptedVectors`) and restored bitwise. If no adapter is
-active, a layer returns exactly the same result as a layer without adapter slots.
+active, a layer's output is bitwise equal to the output of a layer without adapter slots.
 
 All memory is allocated once. Every layer has room for `slots` adapters of rank `max_rank`, so
 loading an adapter does not change addresses.
@@ -38,7 +38,9 @@ from vllm_omni.model_executor.layers.lora.target import AdapterTarget
 
 @runtime_checkable
 class NamesLinears(Protocol):
-    """A module whose linear layers have other names in the checkpoint than in the module tree."""
+    """A module whose linear layers have different names in the checkpoint than in the module
+    tree.
+    """
 
     def linears(self, prefix: str) -> Sequence[tuple[LinearBase, Sequence[str]]]:
         """Return each linear layer with the checkpoint names of the weights merged into it.
@@ -55,30 +57,29 @@ class CheckpointLayerPart:
     name: str
     """Name of the layer in the checkpoint."""
     rows: range
-    """Outputs of the layer that this rank holds."""
+    """The layer's outputs that this rank holds."""
     columns: range
-    """Inputs of the layer that this rank holds."""
+    """The layer's inputs that this rank holds."""
     adds_bias: bool = True
-    """Whether this rank adds the bias. Only one of the ranks that take part in an all-reduce adds
-    it."""
+    """Whether this rank adds the bias delta. Only one of the ranks in an all-reduce adds it."""
 
 
 @dataclass(frozen=True)
 class _Held:
-    """An adapter in a slot of an adapted layer, as views of the layer's slot memory."""
+    """An adapter in one of a layer's slots, as views of the layer's slot memory."""
 
     down: torch.Tensor | None
-    """Down projections of all parts, concatenated: [sum of r, I]."""
+    """Down projections of all parts, concatenated. Shape: [sum of r, I]."""
     ups: tuple[tuple[slice, slice, torch.Tensor], ...]
-    """For each part: (outputs of the layer, columns of the result of `down`, up projection [O of
-    the part, r])."""
+    """For each part: (outputs of the layer, columns of the `down` product, up projection [the
+    part's O, r])."""
     bias: torch.Tensor | None
-    """Delta of the bias, [O]."""
+    """Bias delta, [O]."""
 
 
 class AdaptedLayer:
-    """The adapter slots of one layer. `scales`, [slots] fp32 on the device, is shared by all
-    adapted layers.
+    """The adapter slots of one layer. All adapted layers share `scales`, an fp32 device tensor
+    [slots].
     """
 
     def __init__(
@@ -103,8 +104,9 @@ class AdaptedLayer:
         return sum(tensor.nbytes for tensor in (self._down, *self._ups, self._bias))
 
     def fill(self, slot: int, differences: Sequence[LowRank | None]) -> None:
-        """Copy the deltas of an adapter, one for each part of the layer, into a slot. None: the
-        part does not change."""
+        """Copy an adapter's deltas, one for each part of the layer, into a slot. None: the adapter
+        does not change the part.
+        """
         self._held[slot] = None
         if not any(differences):
             return
@@ -135,8 +137,8 @@ class AdaptedLayer:
     def add_difference(
         self, x: torch.Tensor, y: torch.Tensor, adapters: Sequence[ActiveAdapter]
     ) -> torch.Tensor:
-        """Add the deltas for inputs `x` [..., I] to the results `y` [..., O] in place, and return
-        `y`.
+        """Add the deltas for the inputs `x` [..., I] to the outputs `y` [..., O] in place, and
+        return `y`.
         """
         y_TO = y.reshape(-1, y.shape[-1])
         x_TI = x.reshape(-1, x.shape[-1]).to(y.dtype)
@@ -156,7 +158,8 @@ class AdaptedLayer:
 
 class AdaptedMethod(LinearMethodBase):
     """Quantization method that calls the layer's own method and adds the deltas of the active
-    adapters."""
+    adapters.
+    """
 
     def __init__(self, base: Any, layer: AdaptedLayer) -> None:
         self.base = base
@@ -177,8 +180,9 @@ class AdaptedMethod(LinearMethodBase):
 
 
 class AdaptedVectors:
-    """The tensors that adapters overwrite in place. `slots` maps a name to this rank's part
-    (`checkpoint_slots`)."""
+    """The tensors that adapters overwrite in place. `slots` maps a tensor name to this rank's part
+    of the tensor (`checkpoint_slots`).
+    """
 
     def __init__(self, slots: Mapping[str, CheckpointSlot]) -> None:
         self._slots = dict(slots)
@@ -191,8 +195,9 @@ class AdaptedVectors:
         return frozenset(self._slots)
 
     def fill(self, slot: int, differences: Mapping[str, torch.Tensor]) -> None:
-        """Copy this rank's part of an adapter's deltas, which are full tensors in fp32, into a
-        slot."""
+        """Copy this rank's part of an adapter's deltas into a slot. The deltas are full fp32
+        tensors.
+        """
         self.show(())
         own = {}
         for name, whole in differences.items():
@@ -230,7 +235,8 @@ class AdaptedVectors:
 
     def clear_vectors(self) -> None:
         """Restore the checkpoint's values and drop all saved values, because the tensors are about
-        to be reloaded."""
+        to be reloaded.
+        """
         self.show(())
         self._base.clear()
         self._differences.clear()
@@ -282,7 +288,7 @@ class AdaptedLayers:
             self._undo.pop()()
 
     def fill(self, slot: int, network: str, weights: AdapterWeights) -> None:
-        """Copy the deltas of an adapter for this network into a slot."""
+        """Copy an adapter's deltas for this network into a slot."""
         for _, layer in self._targets:
             layer.fill(slot, [weights.matrices.get((network, part.name)) for part in layer.parts])
         vectors: dict[TargetName, torch.Tensor] = dict(weights.vectors)
@@ -292,8 +298,9 @@ class AdaptedLayers:
 
 
 def _attach(layer: nn.Module, adapted_layer: AdaptedLayer) -> Callable[[], object]:
-    """Make `layer` add the deltas of `adapted_layer` to its results, and return a function that
-    restores `layer`."""
+    """Make `layer` add the deltas of `adapted_layer` to its output, and return a function that
+    restores `layer`.
+    """
     if isinstance(layer, LinearBase):
         method = layer.quant_method
         layer.quant_method = AdaptedMethod(method, adapted_layer)
@@ -313,8 +320,10 @@ def _attach(layer: nn.Module, adapted_layer: AdaptedLayer) -> Callable[[], objec
 
 
 def layers_of(target: AdapterTarget) -> Iterator[tuple[nn.Module, list[CheckpointLayerPart]]]:
-    """Yield every linear layer of this rank with the checkpoint layers that it consists of."""
-    named: str | None = None  # prefix of a module whose children follow it directly
+    """Yield each linear layer on this rank, together with the checkpoint layers that it consists
+    of.
+    """
+    named: str | None = None  # prefix of the last module that named its own layers
     for prefix, module in target.network.named_modules():
         if named is not None and prefix.startswith(named):
             continue
@@ -343,8 +352,8 @@ def _names(layer: LinearBase, prefix: str) -> list[str]:
 
 
 def _parts(layer: LinearBase, names: Sequence[str]) -> list[CheckpointLayerPart]:
-    """Return the checkpoint layers that one of this project's linear layers consists of, with the
-    outputs and inputs that this rank holds.
+    """Return the checkpoint layers that one of this project's linear layers consists of. Each part
+    lists the outputs and inputs that this rank holds.
     """
     if isinstance(layer, RowLinear):
         start, own = layer.tp_rank * layer.input_size_per_partition, layer.input_size_per_partition

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AdapterStore`: the registered adapters of one rank, and their copies in host memory and in
-device slots.
+"""`AdapterStore`: one rank's registered adapters, and their copies in host memory and in device
+slots.
 
 An adapter is registered when a user adds it through vLLM (`--lora-modules`,
 `/v1/load_lora_adapter`) and it passes validation. Host memory holds at most `--max-cpu-loras`
-adapters; any other adapter is read again when a request uses it. Device slots hold at most
-`--max-loras` adapters, which limits how many can be active in one forward pass. Host memory and
-device slots both evict the least recently used adapter.
+adapters; any other registered adapter is read from disk again when a request uses it. Device slots
+hold at most `--max-loras` adapters, which limits the number of adapters that can be active in one
+forward pass. Host memory and device slots both evict the least recently used adapter.
 """
 
 import itertools
@@ -50,13 +50,14 @@ class StoredAdapter:
 
 @dataclass(frozen=True)
 class UsedAdapter:
-    """An adapter as used by one chunk. Two objects are equal if their names, weights and strengths
-    are equal."""
+    """A LoRA adapter together with the strength at which one chunk applies it. Two `UsedAdapter`
+    objects are equal if their names, weights and strengths are equal.
+    """
 
     name: str
     """Name under which requests refer to the adapter."""
     scale: float
-    """Strength with which the chunk uses the adapter."""
+    """Strength at which the chunk uses the adapter."""
     version: int
     """Version number of the weights; see `StoredAdapter.version`."""
     adapter: StoredAdapter = field(compare=False, repr=False)
@@ -64,12 +65,13 @@ class UsedAdapter:
 
 
 Selection = tuple[UsedAdapter, ...]
-"""The adapters of a chunk in the order in which the request names them. Empty: no adapter is used.
+"""The adapters that a chunk uses, in the order in which the request names them. Empty: the chunk
+uses no adapters.
 """
 
 
 def named(selection: Selection) -> list[UsedLora]:
-    """Return a selection in the format of a request, together with digests of the weights."""
+    """Return a selection in the request format, with the digest of each adapter's weights."""
     return [
         UsedLora(name=used.name, scale=used.scale, digest=used.adapter.weights.digest)
         for used in selection
@@ -83,8 +85,9 @@ def _described(saved: Sequence[UsedLora]) -> str:
 
 
 def _skipped_line(names: Sequence[str]) -> str:
-    """Return one line that lists skipped tensors. Modules that differ only in their block are
-    grouped."""
+    """Return one line that lists skipped tensors. Modules whose names differ only in the block
+    index are grouped.
+    """
     kinds = Counter(re.sub(r"(?<=[._])\d+(?=[._])", "N", name) for name in names)
     listed = ", ".join(
         f"{ascii(kind)[1:-1]} ({count})" for kind, count in kinds.most_common(_LISTED_KINDS)
@@ -94,7 +97,7 @@ def _skipped_line(names: Sequence[str]) -> str:
 
 
 class NoAdapters:
-    """Adapter store of a server without `--enable-lora`."""
+    """Adapter store for a server without `--enable-lora`."""
 
     nbytes = 0
 
@@ -111,7 +114,7 @@ class NoAdapters:
         """Return the adapters that a saved session needs when it is resumed.
 
         Raises:
-            RequestFailed: `foreign_snapshot` if this server lacks an adapter.
+            RequestFailed: `foreign_snapshot` if this server lacks one of the adapters.
         """
         if saved:
             raise RequestFailed(
@@ -121,8 +124,9 @@ class NoAdapters:
         return ()
 
     def select_request(self, request: LoRARequest) -> Selection:
-        """Return the adapter that vLLM's own LoRA argument names, with strength 1. Register it if
-        it is not registered yet."""
+        """Return the adapter that vLLM's own LoRA argument names, at strength 1. Register the
+        adapter if it is not registered yet.
+        """
         try:
             self.add_adapter(request)
         except ValueError as error:
@@ -152,12 +156,12 @@ class NoAdapters:
 
 
 class AdapterStore(NoAdapters):
-    """Adapter store of a server with `--enable-lora`.
+    """Adapter store for a server with `--enable-lora`.
 
     Args:
-        targets: Networks of the model, by name.
+        targets: The model's networks, keyed by name.
         config: vLLM's LoRA options.
-        device: Device of the networks.
+        device: Device that holds the networks.
     """
 
     def __init__(
@@ -188,12 +192,14 @@ class AdapterStore(NoAdapters):
         )
         self._known: dict[str, LoRARequest] = {}
         self._digests: dict[str, str] = {}
-        """Digests of registered adapters, computed when they were registered. Reading an adapter
-        again must give the same weights.
+        """Digests of the registered adapters, computed at registration. When an adapter is read
+        again, its weights must have the same digest.
         """
         self._loaded: OrderedDict[str, StoredAdapter] = OrderedDict()
         self._in_slots: OrderedDict[int, int] = OrderedDict()
-        """Slot of each adapter that is on the device, by version. Least recently used first."""
+        """Slot of each adapter that is on the device, keyed by the adapter's version. The least
+        recently used adapter comes first.
+        """
         self._layouts: dict[Hashable, int] = {}
         self._shown_scales = [1.0] * config.max_loras
         self._numbers = itertools.count(1)
@@ -202,8 +208,9 @@ class AdapterStore(NoAdapters):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Return the size in bytes of the device memory of all slots, which is allocated at
-        startup."""
+        """Return the size in bytes of the device memory for all slots. This memory is allocated at
+        startup.
+        """
         return sum(layers.nbytes for layers in self._layers.values())
 
     # -- called by vLLM ----------------------------------------------------------------------------
@@ -235,7 +242,7 @@ class AdapterStore(NoAdapters):
         return True
 
     def remove(self, number: int) -> bool:
-        """Unregister an adapter, so that later requests that name it are refused."""
+        """Unregister an adapter. Later requests that name it are rejected."""
         name = next(
             (name for name, request in self._known.items() if request.lora_int_id == number), None
         )
@@ -335,7 +342,7 @@ class AdapterStore(NoAdapters):
             yield
 
     def _load_into(self, used: UsedAdapter, selection: Selection) -> ActiveAdapter:
-        """Copy an adapter into a slot unless it is already in one, and set its strength."""
+        """Copy an adapter into a slot if it is not already in one, and set its strength."""
         slot, weights = self._in_slots.get(used.version), used.adapter.weights
         if slot is None:
             slot = self._free_slot({other.version for other in selection})
@@ -360,8 +367,8 @@ class AdapterStore(NoAdapters):
 
     @contextmanager
     def detached(self) -> Iterator[None]:
-        """Restore the original networks while their weights are being reloaded. Afterwards, each
-        adapter is copied into a slot again when it is next used.
+        """Restore the original networks, so their weights can be reloaded inside the `with` block.
+        Afterwards, each adapter is copied into a slot again when it is next used.
         """
         for layers in self._layers.values():
             layers.detach()
@@ -377,7 +384,7 @@ def store_for(network: nn.Module, config: LoRAConfig | None, device: torch.devic
     """Return an `AdapterStore` if `--enable-lora` is set, otherwise `NoAdapters`.
 
     Raises:
-        ValueError: The network does not support adapters.
+        ValueError: `--enable-lora` is set, but the network does not support adapters.
     """
     if config is None:
         return NoAdapters()

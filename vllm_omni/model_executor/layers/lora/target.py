@@ -21,28 +21,29 @@ class AdapterTarget:
     network: nn.Module
     """This rank's part of the network."""
     shapes: Mapping[str, Shape]
-    """Shape of every tensor of the full network, by checkpoint name."""
+    """Shape of every tensor in the full network, keyed by checkpoint name."""
     rules: Rules = ()
-    """Rules that rename modules from other naming styles to their names in the checkpoint."""
+    """Rules that map module names in other naming styles to checkpoint names."""
     fixed: tuple[str, ...] = ()
-    """`fnmatch` patterns of the names of modules that no adapter may change."""
+    """`fnmatch` patterns for the names of modules that no adapter may change."""
     linear_types: tuple[type[nn.Module], ...] = ()
     """Additional module types that adapters may change as linear layers. These modules multiply by
-    `weight`, flattened after its first dimension. Linear layers of vLLM and torch are always
-    included.
+    `weight`, whose dimensions after the first are flattened. vLLM's and torch's linear layers are
+    always included.
     """
     file_mark: str | None = None
-    """Lower-case regular expression that matches the names of files for this network, if the model
-    has several networks.
+    """Lower-case regular expression that matches the names of this network's files. Set only if the
+    model has several networks.
     """
 
     def module_named(self, stored: str) -> str:
-        """Return the checkpoint name of a module that is called `stored` in an adapter's file."""
+        """Return the checkpoint name of the module that an adapter's file calls `stored`."""
         return rename(stored + _WEIGHT, self.rules).removesuffix(_WEIGHT)
 
     def matrix(self, module: str) -> tuple[int, int] | None:
-        """Return (outputs, inputs) of a linear module that adapters may change, or None for other
-        modules."""
+        """Return the (outputs, inputs) of a linear module that adapters may change, or None for any
+        other module.
+        """
         shape = self.shapes.get(module + _WEIGHT, ())
         if len(shape) < 2 or any(fnmatchcase(module, pattern) for pattern in self.fixed):
             return None
@@ -58,7 +59,7 @@ class AdapterTarget:
 
     def vector(self, tensor: str) -> Shape | None:
         """Return the shape of a tensor that is not part of a linear module (gain, norm bias,
-        modulation), or None for other tensors.
+        modulation), or None for any other tensor.
         """
         shape = self.shapes.get(tensor)
         if shape is None or any(fnmatchcase(tensor, pattern) for pattern in self.fixed):
@@ -73,6 +74,6 @@ class SupportsAdapters(Protocol):
     """A model that supports LoRA adapters (`--enable-lora`)."""
 
     def adapter_targets(self) -> Mapping[str, AdapterTarget]:
-        """Return the networks of the model, by their names in files with diffusers' layout
-        (`transformer`, `transformer_2`).
+        """Return the model's networks, keyed by their names in the diffusers layout (`transformer`,
+        `transformer_2`).
         """

@@ -2,9 +2,9 @@
 """Quantize and dequantize 8-bit tensors: e4m3 for K/V windows, int8 for some weights.
 
 Quantizing and dequantizing are memory-bound. torch's own operations need two to four passes over
-memory, and broadcasting the scale prevents wide loads. A Triton kernel (`fp8_triton.py`) needs only
-one pass. The torch versions define the expected result, and run on CPUs and on GPUs older than Ada.
-The Triton kernels return bitwise equal results, because the scales of windows are powers of two and
+memory, and broadcasting the scale prevents wide loads. The Triton kernels (`fp8_triton.py`) need
+only one pass. The torch versions define the expected result, and run on CPUs and on GPUs older than
+Ada. The Triton kernels return bitwise equal results, because window scales are powers of two and
 the product of a weight and its scale is rounded once. `benchmarks/attention_kernels.py` measures
 the speed.
 """
@@ -22,20 +22,20 @@ from vllm_omni.model_executor.layers.fast_path import FastPath, lacks_capability
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 MANTISSA = (1 << 23) - 1
-"""Bits of the mantissa of an fp32 value."""
+"""Mask for the mantissa bits of an fp32 value."""
 
 
 @cache
 def quantization_kernels(device: torch.device) -> FastPath:
-    """Return whether Triton can convert e4m3 on this device."""
+    """Return whether Triton can convert to and from e4m3 on this device."""
     lack = lacks_capability(device, (8, 9)) or lacks_triton()
     return lack.of("quantization_kernels", "several passes of plain torch")
 
 
 @cache
 def _kernels(device: torch.device) -> ModuleType | None:
-    """Return the module of Triton kernels if this device supports them (`quantization_kernels`),
-    otherwise None.
+    """Return the module that contains the Triton kernels if this device supports them
+    (`quantization_kernels`), otherwise None.
     """
     if not quantization_kernels(device).is_on:
         return None
@@ -50,12 +50,13 @@ def dequantize(
     dtype: torch.dtype,
     tokens_S: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return `stored * scale` per kind and head, in `dtype`, as a new tensor [K, S, N, H].
+    """Return `stored * scale`, with one scale per kind and head, as a new tensor [K, S, N, H] in
+    `dtype`.
 
     Args:
         stored_KSNH: e4m3. The heads of a token are contiguous.
         scales_KN: fp32 powers of two.
-        dtype: Type of the result.
+        dtype: Dtype of the result.
         tokens_S: int64 positions of the tokens to dequantize, in order. Default: all.
     """
     if (kernels := _kernels(stored_KSNH.device)) is not None:
@@ -67,8 +68,8 @@ def dequantize(
 def dequantize_into(
     stored_KSNH: torch.Tensor, scales_KN: torch.Tensor, out_KSNH: torch.Tensor
 ) -> None:
-    """Dequantize all tokens into `out`. The heads of each token must be contiguous in `out`,
-    too.
+    """Dequantize all tokens into `out`. The heads of each token must also be contiguous in
+    `out`.
     """
     if (kernels := _kernels(stored_KSNH.device)) is not None:
         kernels.dequantize_into(stored_KSNH, scales_KN, out_KSNH)
@@ -90,12 +91,13 @@ def plain_dequantize(
 def dequantize_rows(
     stored_OI: torch.Tensor, scales_O1: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return a weight as `stored * scale` per output channel, in `dtype`, rounded once.
+    """Return a dequantized weight: `stored * scale`, with one scale per output channel, rounded
+    once to `dtype`.
 
     Args:
         stored_OI: Weight, int8.
         scales_O1: Scales per output channel, fp32.
-        dtype: Type of the result.
+        dtype: Dtype of the result.
     """
     if (kernels := _kernels(stored_OI.device)) is not None:
         widened: torch.Tensor = kernels.dequantize(
@@ -115,12 +117,12 @@ def plain_dequantize_rows(
 def quantize(
     parts: tuple[torch.Tensor, ...], scales_KN: torch.Tensor, target_KTNH: torch.Tensor
 ) -> None:
-    """Quantize one or two tensors [T, N, H] into `target`: divide by the scales, clamp to the range
-    of e4m3.
+    """Quantize one or two tensors [T, N, H] into `target`: divide by the scales and clamp to the
+    e4m3 range.
 
     Args:
         parts: The tensors to quantize.
-        scales_KN: Scales per head, fp32.
+        scales_KN: One scale per tensor and head, fp32.
         target_KTNH: e4m3, with K = len(parts). The heads of a token are contiguous.
     """
     if (kernels := _kernels(target_KTNH.device)) is not None:
@@ -143,10 +145,10 @@ def fit_scales(
     Args:
         parts: One or two tensors [T, N, H].
         limit: Upper bound for the scaled values.
-        least: Lower bound for the largest absolute value of a head, which keeps the scale above
-            zero if all values are zero.
-        scales_KN: fp32 tensor that receives the scales, with K = len(parts). NaN for a head that
-            contains NaN.
+        least: Lower bound for a head's largest absolute value. It keeps the scale above zero if all
+            values are zero.
+        scales_KN: fp32 tensor that receives the scales, with K = len(parts). The scale of a head
+            that contains NaN is NaN.
     """
     if (kernels := _kernels(scales_KN.device)) is not None:
         kernels.fit_scales(parts, limit, least, scales_KN)
@@ -158,8 +160,8 @@ def fit_scales(
 def plain_scales(x_TNH: torch.Tensor, limit: float, least: float) -> torch.Tensor:
     """Return the scales of one tensor; see `fit_scales`.
 
-    Adding a mantissa of ones carries into the exponent unless the value is a power of two. This
-    rounds up to a power of two exactly, which `log2` does not guarantee.
+    Adding a mantissa of all ones carries into the exponent unless the value is already a power of
+    two. This rounds up to the exact power of two, which `log2` does not guarantee.
     """
     scale_N = x_TNH.abs().amax(dim=(0, 2)).float().clamp_min(least) / limit
     bits_N = (scale_N.view(torch.int32) + MANTISSA) & ~MANTISSA

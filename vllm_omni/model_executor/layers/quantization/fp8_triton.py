@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Triton kernels for `fp8_kernels.py`. Call `fp8_kernels.py` instead of this module, which requires
-Triton.
+"""Triton kernels for `fp8_kernels.py`. Call the functions of `fp8_kernels.py` instead of this
+module, which requires Triton.
 
 Kernel parameters have only Triton's own annotations, because Triton interprets annotations.
 """
@@ -16,14 +16,15 @@ _LARGEST = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
 _MANTISSA = tl.constexpr((1 << 23) - 1)
 _MAGNITUDE = tl.constexpr((1 << 31) - 1)
 _INFINITY = tl.constexpr(0x7F800000)
-"""Bits of an fp32 infinity. The bits of NaN, without the sign, are larger."""
+"""Bit pattern of fp32 infinity. With the sign bit cleared, every NaN has a larger bit pattern."""
 _SPLITS = 16
-"""Number of programs that share the tokens of a head in `fit_scales`. Without splitting, there
-would be fewer programs than a GPU has multiprocessors.
+"""Number of programs that share a head's tokens in `fit_scales`. Without splitting, there would be
+fewer programs than a GPU has multiprocessors.
 """
 ROWS = 32
-"""Number of (token, head) pairs per program: 4096 elements if heads are 128 wide, and 16 bytes per
-load and thread."""
+"""Number of (token, head) pairs per program. If heads are 128 wide, a program processes 4096
+elements, and each load reads 16 bytes per thread.
+"""
 
 
 @triton.jit
@@ -42,7 +43,7 @@ def _dequantize_kernel(
     R: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Dequantize values with one scale per kind and head.
+    """Dequantize stored keys and values with one scale per kind and head.
 
     `rows` is S * N. `tokens` contains the stored position of each of the S tokens, or is None.
     """
@@ -63,7 +64,7 @@ def _dequantize_kernel(
 
 @triton.jit
 def narrowed(x, scale):
-    """Divide fp32 values by powers of two and clamp them to the range of e4m3. NaN stays NaN."""
+    """Divide fp32 values by powers of two and clamp them to the e4m3 range. NaN stays NaN."""
     return tl.clamp(
         x * tl.div_rn(1.0, scale), -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL
     )
@@ -88,7 +89,8 @@ def _quantize_kernel(
     B: tl.constexpr,
 ):
     """Quantize `first` into kind 0 of `out`. If the launch grid has a second row, also quantize
-    `second` into kind 1. `rows` is T * N."""
+    `second` into kind 1. `rows` is T * N.
+    """
     kind = tl.program_id(1)
     row = tl.program_id(0) * R + tl.arange(0, R)
     column = tl.arange(0, B)
@@ -125,9 +127,9 @@ def _largest_kernel(
     R: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Write the largest magnitude of a head in one of `_SPLITS` parts of the tokens, as bits.
+    """Write a head's largest magnitude in one of `_SPLITS` parts of the tokens, as fp32 bits.
 
-    Without their signs, the bits of fp32 values are ordered like the values. NaN is larger than all
+    Without sign bits, fp32 bit patterns are ordered like the magnitudes, and NaN comes after all
     numbers.
     """
     head, split, kind = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -155,7 +157,7 @@ def _largest_kernel(
 
 @triton.jit
 def _scale_kernel(largest, scales, limit, least, SPLITS: tl.constexpr):
-    """Write the scale of one head, given the largest magnitudes of the parts of its tokens."""
+    """Write the scale of one head, given its largest magnitude in each part of the tokens."""
     number = tl.program_id(0)
     bits = tl.max(tl.load(largest + number * SPLITS + tl.arange(0, SPLITS)), axis=0)
     scale = tl.div_rn(tl.maximum(bits.to(tl.float32, bitcast=True), least), limit)
@@ -171,7 +173,9 @@ def dequantize(
     tokens_S: torch.Tensor | None = None,
     rows: int = ROWS,
 ) -> torch.Tensor:
-    """See `fp8_kernels.dequantize`. `rows` is the number of pairs per program, as in `ROWS`."""
+    """See `fp8_kernels.dequantize`. `rows` is the number of (token, head) pairs per program (see
+    `ROWS`).
+    """
     kinds, count, heads, width = stored_KSNH.shape
     count = count if tokens_S is None else len(tokens_S)
     out = torch.empty(kinds, count, heads, width, dtype=dtype, device=stored_KSNH.device)

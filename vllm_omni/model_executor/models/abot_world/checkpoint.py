@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locates the components of an ABot-World-0 checkpoint, and loads its transformer strictly with a
+"""Locate the components of an ABot-World-0 checkpoint, and load its transformer strictly, using a
 table of tensor names.
 
-The original repository contains all components in one folder. Converted checkpoints use diffusers'
-folders. The six tensors of the action adapter distinguish this transformer from the transformer of
-Wan 2.2 TI2V-5B.
+The original repository contains all components in one folder. Converted checkpoints use the
+diffusers folders. The action adapter's six tensors distinguish this transformer from the Wan 2.2
+TI2V-5B transformer.
 """
 
 import math
@@ -39,8 +39,8 @@ LAYOUTS: Final = ("original", "diffusers")
 """Names of the layouts that `make-tiny` can write."""
 TRANSFORMER_FILE: Final = "diffusion_pytorch_model.safetensors"
 RULES = wan.TRANSFORMER_RULES
-"""Rules that map prefixes and diffusers' names to the original names. The rules leave original
-names unchanged.
+"""Rules that strip prefixes and map diffusers names to the original names. Original names are left
+unchanged.
 """
 _ADAPTER = "act_control_adapter."
 _KEYS = f"{_ADAPTER}conv.weight"
@@ -57,7 +57,7 @@ OUTSIDE_TENSORS: dict[str, wan.Sizes] = {
 
 @dataclass(frozen=True)
 class CheckpointLayout(WanComponents):
-    """Components of one checkpoint. `transformer` is a folder of safetensors files or a single
+    """The components of one checkpoint. `transformer` is a folder of safetensors files or one
     safetensors file.
     """
 
@@ -65,11 +65,11 @@ class CheckpointLayout(WanComponents):
     vae_release: ClassVar[Literal["2.1", "2.2"]] = "2.2"
 
     kind: Literal["original", "diffusers"]
-    """Whether the checkpoint has the layout of the original repository or diffusers' layout."""
+    """Whether the checkpoint uses the original repository's layout or the diffusers layout."""
 
     def transformer_config(self) -> dict[str, Any]:
-        """Return the transformer's `config.json`. If there are weight files, its sizes are replaced
-        by those of the tensors.
+        """Return the transformer's `config.json`. If there are weight files, the dimensions derived
+        from the stored tensors replace those in the config.
         """
         folder = self.transformer if self.transformer.is_dir() else self.transformer.parent
         stated = own_config(folder)
@@ -82,7 +82,8 @@ def find_layout(path: Path) -> CheckpointLayout:
     """Locate the components in `path`, or next to it if `path` is the transformer's folder.
 
     Raises:
-        ValueError: The directory contains no transformer of this model. The message is one line.
+        ValueError: The directory does not contain a transformer of this model. The message is one
+            line.
     """
     folder, root = find_transformer(path, ("transformer",), _is_transformer, "ABot-World-0")
     kind: Literal["original", "diffusers"] = (
@@ -105,7 +106,8 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return `chunk_hf_config` of this checkpoint, with `kind`. Weight files are not needed.
+    """Return the result of `chunk_hf_config` for this checkpoint, including its `kind`. No weight
+    files are required.
 
     Raises ValueError if the checkpoint is not usable.
     """
@@ -119,9 +121,10 @@ def hf_config(path: Path) -> dict[str, Any]:
 def with_tensor_sizes(
     stated: Mapping[str, Any], shapes: Mapping[str, Shape], where: str
 ) -> dict[str, Any]:
-    """Return the config `stated`, with its sizes replaced by those of the stored tensors.
+    """Return the `stated` config, with its dimensions replaced by those derived from the stored
+    tensors.
 
-    The tensors may have the names of any layout. Raises ValueError if the tensors belong to another
+    The tensor names may follow any layout. Raises ValueError if the tensors belong to another
     network.
     """
     named = {rename(name, RULES): shape for name, shape in shapes.items()}
@@ -138,8 +141,8 @@ def with_tensor_sizes(
 
 
 def transformer_shapes(config: AbotWorldConfig) -> dict[str, Shape]:
-    """Return the shape of every transformer tensor in a checkpoint, by name. The released model has
-    831 tensors.
+    """Return the shape of every transformer tensor in a checkpoint, keyed by name. The released
+    model has 831 tensors.
     """
     inputs = len(SPACE.buttons) * KEY_PLANES * config.key_reduction**2
     return wan.network_shapes(config, OUTSIDE_TENSORS, wan.BLOCK_TENSORS, A=inputs)
@@ -147,7 +150,8 @@ def transformer_shapes(config: AbotWorldConfig) -> dict[str, Shape]:
 
 def load_transformer(transformer: nn.Module, source: TensorSource, config: AbotWorldConfig) -> None:
     """Load this rank's stage and shard of the transformer. Raises ValueError if tensor names or
-    shapes do not match."""
+    shapes do not match.
+    """
     shapes = transformer_shapes(config)
     folded = {**shapes, _KEYS: (config.dim, len(SPACE.buttons))}
     inputs = shapes[_KEYS]
@@ -160,12 +164,12 @@ def _forms(name: str, inputs: Shape) -> Mapping[str, Callable[[torch.Tensor], to
 
 
 def fold_keys(weight: torch.Tensor, inputs: Shape) -> torch.Tensor:
-    """Return the fp32 matrix [D, keys] that is equivalent to a convolution for inputs that are
-    equal in all pixels. The matrix is the sum of the convolution's weights over the copies of a
-    key, the pixels of a cell, and the kernel.
+    """Return the fp32 matrix [D, keys] that is equivalent to a convolution if all pixels of an
+    input are equal. The matrix is the sum of the convolution's weights over a key's copies, the
+    pixels of a block, and the kernel.
 
     Args:
-        weight: Weight of the convolution, [D, keys * copies * pixels, 2, 2].
+        weight: Convolution weight, [D, keys * copies * pixels, 2, 2].
         inputs: Expected shape of the weight. A weight with a different shape is returned unchanged.
     """
     if tuple(weight.shape) != inputs:
@@ -188,8 +192,9 @@ def adapter_target(transformer: nn.Module, config: AbotWorldConfig) -> AdapterTa
 
 
 def _is_transformer(folder: Path) -> bool:
-    """Return whether a folder contains the transformer. The tensor names decide or, if there are no
-    weights (`--load-format dummy`), the config."""
+    """Return whether a folder contains the transformer, according to the tensor names. If there are
+    no weights (`--load-format dummy`), the config decides.
+    """
     if not folder.is_dir():
         return False
     single = folder / TRANSFORMER_FILE

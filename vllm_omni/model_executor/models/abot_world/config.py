@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architecture of an ABot-World-0 checkpoint (`AbotWorldConfig`), its controls, reference images,
-options and schedule.
+"""The architecture of an ABot-World-0 checkpoint (`AbotWorldConfig`), and its controls, reference
+images, options and schedule.
 
-The released `config.json` contains only the sizes of the Wan 2.2 TI2V-5B backbone. The window and
-the references are taken from the defaults of the original code.
+The released `config.json` contains only the dimensions of the Wan 2.2 TI2V-5B backbone. The window
+and the references come from the defaults in the original code.
 """
 
 from collections.abc import Mapping
@@ -33,29 +33,31 @@ from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.stream import StreamModelSetup
 
 FPS: Final = 16.0
-"""Frame rate in training, in frames per second."""
+"""Training frame rate in frames per second."""
 REFERENCES: Final = ("head", "left", "right", "front", "back")
-"""Names of the reference images, in the order of their slots."""
+"""Names of the reference images, in slot order."""
 KEY_PLANES: Final = 4
-"""Number of input planes per key: one for each video frame of a latent frame."""
+"""Number of input planes per key: one for each video frame in a latent frame."""
 WINDOW_FRAMES: Final = 21
-"""Number of latent frames that a chunk sees, including its own."""
+"""Number of latent frames that a chunk attends to, including its own."""
 STEPS: Final = (1000, 750, 500, 250)
-"""Denoise steps of a chunk. Step s refers to entry 1000 - s of the timestep table with shift 5."""
+"""Denoise steps per chunk. Step s refers to entry 1000 - s of the timestep table with shift 5."""
 _SHIFT: Final = 5.0
 _SLOT_DISTANCE = 256
 
 SPACE: Final = ActionSpace(buttons=CAMERA_SPACE.buttons, prompt="optional")
-"""Controls of a model without reference images. The buttons are in the order of the network's
-input."""
+"""Controls of a model without reference images. The buttons are in the order in which the network
+expects them."""
 
 
 @dataclass(frozen=True)
 class AbotWorldConfig(Trunk5BConfig):
-    """Architecture of the transformer. The defaults are those of the released model."""
+    """Architecture of the transformer. The defaults describe the released model."""
 
     key_reduction: int = 16
-    """Side in pixels of the cells that the action adapter folds into channels."""
+    """Space-to-depth factor of the action adapter: blocks of this many pixels per side are folded
+    into channels.
+    """
     reference_slots: int = len(REFERENCES)
     """Number of reference images."""
     reference_size: int = 512
@@ -83,15 +85,16 @@ class AbotWorldConfig(Trunk5BConfig):
         return self.reference_slots * self.tokens_per_reference
 
     def reference_position(self, slot: int) -> int:
-        """Return the temporal position of a reference image, which is before the positions of all
-        frames."""
+        """Return the temporal position of a reference image. It is lower than every frame's
+        position.
+        """
         distance = max(self.tokens_per_reference, _SLOT_DISTANCE)
         return -(self.reference_slots - slot) * distance
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "AbotWorldConfig":
-        """Read a transformer's `config.json` with the keys of either layout. An empty mapping
-        results in the config of the released model.
+        """Read a transformer's `config.json`, with the keys of either layout. An empty mapping
+        gives the released model's config.
 
         Raises:
             ValueError: A key is unknown, or a value is not supported.
@@ -126,26 +129,26 @@ PRESETS: Final[Mapping[PresetName, Preset]] = {
     ),
     "small": Preset(model={"text_encoder_device": "cpu"}, quantization="fp8", kv_cache_dtype="fp8"),
 }
-"""All presets use the tiny decoder, which is the decoder of the release."""
+"""All presets use the tiny decoder, as the release does."""
 
 
 class AbotWorldOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`StreamingOptions`, and the additional options of ABot-World."""
+    """`StreamingOptions` and the options specific to ABot-World."""
 
     presets: ClassVar[Mapping[PresetName, Preset]] = PRESETS
 
     decoder: Literal["wan", "tiny"] = "tiny"
     """Network that decodes latents to frames. `tiny`: the tiny autoencoder TAEW2.2 (`taew2_2.pth`
-    in the checkpoint's directory), as in the release. `wan`: Wan's VAE, which takes as long as the
-    transformer."""
+    in the checkpoint's directory), as in the release. `wan`: the Wan VAE, which takes as long as
+    the transformer."""
     positions: Literal["carried", "window"] = "carried"
-    """Positions of frames relative to the reference images. `carried`: the position is the index of
-    the frame minus a base. Before a position exceeds 256, the oldest visible frame becomes the
-    base. `window`: the oldest visible frame of each chunk has position 0.
+    """Frame positions relative to the reference images. `carried`: a frame's position is its index
+    minus a base. Before a position would exceed 256, the oldest visible frame becomes the base.
+    `window`: the oldest visible frame of each chunk has position 0.
     """
     reference_slots: Annotated[int, msgspec.Meta(ge=0, le=len(REFERENCES))] | None = None
     """Number of reference images. The tokens of a missing image are zeros, as in the original. 0:
-    there are no reference tokens, which the released model was not trained for. Default: 5.
+    no reference tokens, which the released model was not trained for. Default: 5.
     """
 
     def schedule(self) -> FewStepSchedule:
@@ -160,7 +163,8 @@ AbotWorldStream = StreamModelSetup[AbotWorldConfig, AbotWorldOptions]
 
 def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> AbotWorldStream:
     """Read the family's part of `hf_config` and the serving options. Raises ValueError if either is
-    invalid."""
+    invalid.
+    """
     options = AbotWorldOptions.read_options(omni.model)
     stated = dict(checkpoint["transformer"])
     if options.reference_slots is not None:

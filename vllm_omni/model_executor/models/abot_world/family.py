@@ -42,8 +42,9 @@ _TINY: AutoencoderMemory = WAN_2_2_AUTOENCODER.tiny or WAN_2_2_AUTOENCODER
 
 
 def _planned(name: str, transformer: Mapping[str, Any], changes: Changes) -> StreamModel:
-    """Return the description of the model for `vllm-omni plan`. Sessions of this model have no
-    encoder cache."""
+    """Return the model description for `vllm-omni plan`. Sessions of this model have no encoder
+    cache.
+    """
     check_world("abot_world", changes)
     config = AbotWorldConfig.from_checkpoint(transformer)
     fields = {

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Download of ABot-World-0-5B-LF from the original repository, which contains all components.
+"""Download ABot-World-0-5B-LF from the original repository, which contains all components.
 
-According to third parties, the licence of the weights is Apache-2.0. Read the model card before
-use.
+Third-party sources list the licence of the weights as Apache-2.0. Read the model card before you
+use the weights.
 """
 
 from pathlib import Path
@@ -24,17 +24,16 @@ PIECES = (
         24.8,
     ),
 )
-"""Files of the release. The transformer takes up 10.5 GB, the VAE 2.8 GB and the text encoder 11.4
-GB.
+"""Release files. The transformer takes up 10.5 GB, the VAE 2.8 GB and the text encoder 11.4 GB.
 """
 
 
 def check_complete(path: Path) -> None:
-    """Raise ValueError unless all components exist and the transformer's tensors have the right
-    names and shapes.
+    """Raise ValueError if a component is missing or if the transformer's tensors have wrong names
+    or shapes.
 
-    Only file names and headers are read. The tensors of the other components are checked when they
-    are loaded.
+    The check reads only file names and headers. The tensors of the other components are checked
+    when they are loaded.
     """
     from vllm_omni.model_executor.models.abot_world.checkpoint import (
         RULES,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ABot-World-0 pipeline: chunks of four denoise steps and a clean-context pass.
+"""The ABot-World-0 pipeline: each chunk takes four denoise steps and a clean-context pass.
 
     x = noise(seed, chunk, 0); in the first chunk, frame 0 is the start image
     for i, t in enumerate(timesteps):
@@ -10,9 +10,9 @@
     frames = vae.decode(x0)                                  post_decode
     advance the session and its base                         commit
 
-The references are part of all passes of the first chunk. Later chunks attend to the K/V of the
-references. `AbotWorld` is the model and does not depend on the engine; vLLM loads
-`AbotWorldPipeline`, which owns the model.
+All forward passes of the first chunk include the references. Later chunks attend to the references'
+K/V. `AbotWorld` is the model and does not depend on the engine; vLLM loads `AbotWorldPipeline`,
+which owns the model.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -74,11 +74,11 @@ class AbotChunk(StreamingChunk[PinnedWindow, FramePositions]):
     """One chunk in flight. `own` is the value of `StreamingSession.own` after the chunk."""
 
     schedule: FewStepSchedule
-    """Denoise schedule of the chunk."""
+    """The chunk's denoise schedule."""
     keys_FK: torch.Tensor
-    """Keyboard keys that are held in each latent frame, fp32 on the host."""
+    """Keyboard keys held in each latent frame, fp32 on the host."""
     keys: torch.Tensor | None = None
-    """Result of `AbotWorldTransformer.embed_keys`, set before the first pass."""
+    """Result of `AbotWorldTransformer.embed_keys`, set before the chunk's first forward pass."""
     references: torch.Tensor | None = None
     """Result of `AbotWorldTransformer.reference_patches`. None in later chunks and on later stages.
     """
@@ -104,7 +104,7 @@ class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
     session_type = PinnedSession
     session_windows = True
     rounding: ClassVar[Rounding] = "truncate"
-    """Pixels are truncated when they are converted to uint8, as in the original."""
+    """The conversion to uint8 truncates pixel values, as in the original."""
 
     config: AbotWorldConfig
     options: AbotWorldOptions
@@ -116,8 +116,8 @@ class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
         self.text_encoder, self.image_encoder, self.transformer, self.prompts = build_networks(
             setup, AbotWorldTransformer
         )
-        # Every rank with layers encodes, because it needs the noisy latents, which contain the
-        # image.
+        # Every rank that holds layers encodes the start image, because the noisy latents that it
+        # needs contain the image.
         self.vae, self.tiny_vae, self.decoder = build_autoencoders(
             setup, encodes=not setup.parallel.is_vae_stage, rounding=self.rounding
         )
@@ -213,8 +213,9 @@ class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
         return self.vae.encode(torch.cat(pixels), None)[0].float()
 
     def _references(self, images: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Return the fields `references` and `given` of a session's first chunk. Missing references
-        are zeros. The result is empty on stages other than the first."""
+        """Return the `references` and `given` fields for a session's first chunk. Missing
+        references are zeros. On stages other than the first, the result is empty.
+        """
         config, device = self.config, self.transformer.device
         if not (self.parallel.first_stage and config.reference_slots):
             return {}
@@ -235,9 +236,9 @@ class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
         return self.config.reference_tokens if chunk.frames.start == 0 else 0
 
     def start_step(self, request: Request) -> None:
-        """Rotate the references to their positions for this chunk. Also compute the K/V of the
-        prompt and the embedding of the keyboard keys, unless they have already been computed. The
-        call is collective under tensor parallelism.
+        """Rotate the references to their positions for this chunk. Also compute the prompt's K/V
+        and the keyboard embedding if they have not been computed yet. The call is collective under
+        tensor parallelism.
         """
         chunk = request.work
         self.prompts.complete_chunk(chunk)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The causal transformer of ABot-World-0: the Wan 2.2 TI2V-5B backbone with keyboard keys and
-reference images.
+"""The ABot-World-0 causal transformer: the Wan 2.2 TI2V-5B backbone with inputs for keyboard keys
+and reference images.
 
-Reference images are tokens that precede the tokens of a session's first chunk. The keyboard keys of
-a latent frame form a small vector. The embedding of this vector is added to the patch tokens.
-Maths: amap-cvlab/ABot-World @ e260168.
+Reference images become tokens that precede the tokens of a session's first chunk. The keyboard keys
+of a latent frame form a small vector, whose embedding is added to the frame's patch tokens. Maths:
+amap-cvlab/ABot-World @ e260168.
 """
 
 # B batch entries, F latent frames of a chunk, h x w patches of a frame, D width, K keys, S
@@ -45,7 +45,7 @@ class AbotItem(ChunkItem):
 
 class KeyVector(nn.Module):
     """The first convolution of the action adapter, as an fp32 matrix. A key has the same value in
-    all pixels, so the weights of the convolution can be summed over all equal inputs (`fold_keys`).
+    all pixels, so the convolution's weights can be summed over all equal inputs (`fold_keys`).
     """
 
     def __init__(self, config: AbotWorldConfig) -> None:
@@ -75,9 +75,9 @@ class KeyAdapter(nn.Module):
     """The action adapter, which maps the keyboard keys of each latent frame to values that are
     added to the frame's patch tokens.
 
-    The input of the 3x3 convolutions is the same vector for all patches, so their results differ
-    only at the border. The results are computed for at most 5 x 5 patches, and the middle patch is
-    repeated.
+    The 3x3 convolutions receive the same vector for every patch, so their results differ only near
+    the border. The adapter computes the results for at most 5 x 5 patches, and repeats the middle
+    patch.
     """
 
     def __init__(self, config: AbotWorldConfig) -> None:
@@ -86,8 +86,9 @@ class KeyAdapter(nn.Module):
         self.residual_blocks = nn.ModuleList([KeyResidual(config.dim)])
 
     def forward(self, keys_FK: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        """Return the values that are added to `height` x `width` patches, [F, D, h, w] in the
-        model's dtype."""
+        """Return the values to add to `height` x `width` patches, [F, D, h, w] in the model's
+        dtype.
+        """
         residual = self.residual_blocks[0]
         assert isinstance(residual, KeyResidual)
         vector_FD = self.conv(keys_FK).to(residual.conv1.weight.dtype)
@@ -98,7 +99,7 @@ class KeyAdapter(nn.Module):
 
 
 def _border(size: int, device: torch.device) -> torch.Tensor:
-    """Return, for each of `size` patches along one axis, the index of its result among at most 5
+    """Return the index of each patch's result along an axis of `size` patches. There are at most 5
     results: those of the first two patches, a middle patch, and the last two patches.
     """
     positions = torch.arange(size, device=device)
@@ -107,8 +108,9 @@ def _border(size: int, device: torch.device) -> torch.Tensor:
 
 
 class AbotWorldTransformer(ChunkTransformer[AbotWorldConfig]):
-    """This rank's part of the network. The parameters of a new network are uninitialised and have
-    torch's default dtype and device."""
+    """This rank's part of the network. The parameters of a new instance are uninitialised and use
+    torch's default dtype and device.
+    """
 
     moving_fields = (*ChunkTransformer.moving_fields, "keys", "references", "given")
 
@@ -123,8 +125,8 @@ class AbotWorldTransformer(ChunkTransformer[AbotWorldConfig]):
         return stack([self._embed(item, own) for item in items])
 
     def _embed(self, item: AbotItem, own: slice) -> torch.Tensor:
-        """Return the embedded tokens of one chunk that this rank holds, [T, D]. The tokens of
-        references precede the tokens of frames.
+        """Return this rank's embedded tokens of one chunk, [T, D]. The reference tokens precede the
+        frame tokens.
         """
         assert item.keys is not None, "the first stage needs the keys"
         lead = item.lead_tokens
@@ -141,7 +143,7 @@ class AbotWorldTransformer(ChunkTransformer[AbotWorldConfig]):
         return torch.cat((lead_TD, x_TD))
 
     def embed_keys(self, keys_FK: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-        """Return the values that the keyboard keys add to all patch tokens of a chunk, [F h w, D].
+        """Return the values that a chunk's keyboard keys add to all its patch tokens, [F h w, D].
 
         Args:
             keys_FK: Keyboard keys, fp32: 1.0 for each held key, otherwise 0.0.
@@ -152,14 +154,14 @@ class AbotWorldTransformer(ChunkTransformer[AbotWorldConfig]):
         return values.permute(0, 2, 3, 1).flatten(0, 2).contiguous()
 
     def reference_patches(self, latents_SChw: torch.Tensor) -> torch.Tensor:
-        """Return the patches of all reference images, [tokens, values of a patch]."""
+        """Return the patches of all reference images, [tokens, values per patch]."""
         return torch.cat([patchify(x[:, None].contiguous()) for x in latents_SChw])
 
     def chunk_rope(
         self, frames: range, size: Sequence[int], lead: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's rotary tables of a chunk. With `lead`, the tables of its references
-        come first.
+        """Return this rank's rotary tables for a chunk. If `lead` is set, the tables for its
+        references come first.
         """
         if not lead:
             return self.rope(frames, size)
@@ -173,7 +175,8 @@ class AbotWorldTransformer(ChunkTransformer[AbotWorldConfig]):
         return to_device(cos[own], self.device), to_device(sin[own], self.device)
 
     def window_sizes(self, tokens_per_frame: int) -> dict[str, Any]:
-        """Return the arguments of this rank's `PinnedWindow`s, except the numbers of frames and the
-        storage."""
+        """Return the arguments for this rank's `PinnedWindow`s, except the frame counts and the
+        storage.
+        """
         sizes = super().window_sizes(tokens_per_frame)
         return {**sizes, "pinned_tokens": self.config.reference_tokens}

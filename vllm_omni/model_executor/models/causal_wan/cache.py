@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ChunkCache`: the K/V of earlier chunks that a denoise step attends to.
+"""`ChunkCache`: the earlier chunks' K/V that a denoise step attends to.
 
-There are two modes, both of which use `KVWindow`s:
+There are two modes, both built on `KVWindow`s:
 
-- strict: a single window. A chunk's clean-context pass writes the K/V that later chunks see.
+- strict: one window. A chunk's clean-context pass writes the K/V that later chunks attend to.
 - noise-matched: one window per denoise step. Step j of a chunk attends to the K/V that earlier
-  chunks wrote at their own step j. After the first chunk of the stream, every window contains the
-  K/V of that chunk from its last step.
+  chunks wrote at their own step j. After the stream's first chunk, every window contains the K/V
+  that this chunk wrote in its last step.
 
-Both modes depend only on frame indices and steps. Running chunks concurrently gives the same result
-as running them one after another, as long as the K/V that a step reads have already been written.
-No frame is committed before `commit` is called.
+In both modes, results depend only on frame indices and steps. Running chunks concurrently gives the
+same result as running them one after another, if the K/V that a step reads have already been
+written. Frames are committed only when `commit` is called.
 """
 
 # T tokens of a chunk, S visible tokens, N heads, H head dim
@@ -25,12 +25,12 @@ from vllm_omni.model_executor.layers.kv_cache.window_set import WindowSet
 
 
 class ChunkCache(WindowSet):
-    """The K/V windows of a stream; see the module docstring. Use `strict` or `noise_matched` to
-    build one.
+    """A stream's K/V windows; see the module docstring. Use `strict` or `noise_matched` to build a
+    cache.
 
-    `windows` contains a single window in strict mode, and one window per step in noise-matched mode
-    (on a stage that owns a single step, only the window of that step). `has_sinks_per_step` is set
-    if every step has a window with separate sink frames.
+    In strict mode, `windows` contains one window. In noise-matched mode, it contains one window per
+    step or, on a stage that owns one step, only that step's window. `has_sinks_per_step` is set if
+    each step's window has its own sink frames.
     """
 
     def __init__(self, windows: Sequence[KVWindow], has_sinks_per_step: bool) -> None:
@@ -51,8 +51,8 @@ class ChunkCache(WindowSet):
         return self.windows[min(step, len(self.windows) - 1)]
 
     def open(self, frames: range, step: int = 0) -> None:
-        """Write the sink slots for chunk `frames`. Call this before every `step` with per-step
-        sinks, otherwise once per chunk.
+        """Write the sink slots for the chunk with `frames`. With per-step sinks, call this before
+        every `step`, otherwise once per chunk.
         """
         for window in self._sink_windows(step):
             window.open(frames)
@@ -61,8 +61,8 @@ class ChunkCache(WindowSet):
         """Store the sink frames among `frames` after `step`, because a later chunk may need them.
         This method is used only with per-step sinks.
 
-        The stream's first chunk is excluded, because its K/V are replaced by those of the last
-        step.
+        The stream's first chunk is excluded, because the K/V of its last step replace those of the
+        other steps.
         """
         for window in self._sink_windows(step):
             if 0 < frames.start < window.sink_frames:
@@ -71,7 +71,7 @@ class ChunkCache(WindowSet):
     def recompute(self, first_frame: int) -> "ChunkCache":
         """Return a fork that hides all frames before `first_frame`.
 
-        The caller then rewrites the frames from `first_frame` on, oldest first. Recomputation
+        The caller must then rewrite `first_frame` and all later frames, oldest first. Recomputation
         requires strict mode.
         """
         other = self.fork()
@@ -87,19 +87,20 @@ class ChunkCache(WindowSet):
                 window.retain_sinks(frames)
 
     def resemblances(self, end_frame: int, step: int = 0) -> torch.Tensor | None:
-        """Return this rank's sums [windows, L, S, 2, 3] that decide which sink frames are renewed,
-        or None.
+        """Return this rank's sums [windows, L, S, 2, 3], from which `decide` chooses the sink
+        frames to replace. Return None unless there are sink windows and all of them have sums.
 
-        With per-step sinks, call this after the forward pass of `step`. Otherwise, call it after
-        the last pass of a chunk.
+        With per-step sinks, call this after the forward pass of `step`. Otherwise, call it after a
+        chunk's last forward pass.
         """
         sums = [window.resemblance(end_frame) for window in self._sink_windows(step)]
         known = [values for values in sums if values is not None]
         return torch.stack(known) if known and len(known) == len(sums) else None
 
     def decide(self, end_frame: int, sums: torch.Tensor, step: int = 0) -> None:
-        """Decide which sink frames are renewed, from the `resemblances` summed over all ranks that
-        shard the heads."""
+        """Decide which sink frames to replace, based on the `resemblances` summed over all ranks
+        that shard the heads.
+        """
         for window, values in zip(self._sink_windows(step), sums, strict=True):
             window.decide(end_frame, values)
 

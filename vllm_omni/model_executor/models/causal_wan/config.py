@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architecture of a causal Wan 2.1 checkpoint (`CausalWanConfig`) and its serving options
+"""The architecture of a causal Wan 2.1 checkpoint (`CausalWanConfig`) and its serving options
 (`CausalWanOptions`).
 
 The architecture comes from the checkpoint and is validated key by key. The options come from
@@ -39,15 +39,15 @@ from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.stream import StreamModelSetup
 
 _VIDEO_SHIFT = 8.0
-"""Timestep shift of the video-to-video schedule, as in training."""
+"""Timestep shift for the video-to-video schedule, as in training."""
 VIDEO_NOISE_SCALE = 0.8
-"""Noise scale for the first chunk of an input video, in [0, 1]. For a static scene, later chunks
-use the same scale.
+"""Noise scale for an input video's first chunk, in [0, 1]. If the scene is static, later chunks use
+the same scale.
 """
 
 _WINDOW, _SINK, _CHUNK = 21, 3, 3
-"""Default sizes for a checkpoint that specifies no window. The window is as long as a training
-clip, and there are as many sink frames as frames in a chunk.
+"""Default sizes in latent frames for a checkpoint that does not specify a window. The window is as
+long as a training clip, and the number of sink frames equals the chunk size.
 """
 
 CacheKind = Literal["strict", "noise_matched"]
@@ -56,7 +56,7 @@ PromptSwitch = Literal["keep", "recompute"]
 
 @dataclass(frozen=True)
 class CausalWanConfig(ChunkTransformerConfig):
-    """The transformer's architecture. The defaults are those of the 1.3B model."""
+    """The transformer's architecture. The defaults describe the 1.3B model."""
 
     dim: int = 1536
     """Width of the network."""
@@ -80,11 +80,11 @@ class CausalWanConfig(ChunkTransformerConfig):
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "CausalWanConfig":
-        """Read a transformer `config.json` in either key style. An empty mapping results in the
-        config of the 1.3B model.
+        """Read a transformer's `config.json` in either key style. An empty mapping gives the 1.3B
+        model's config.
 
-        If keys are unknown or values are not supported, the method raises a ValueError that names
-        all of them.
+        If keys are unknown or values are unsupported, the method raises a ValueError that names all
+        of them.
         """
         slides = values.get("local_attn_size", -1) != -1
         skipped = () if slides else ("local_attn_size", "sink_size")
@@ -99,8 +99,8 @@ _RENAMED = {**RENAMED, "num_frame_per_block": "frames_per_chunk"}
 
 
 def with_settings(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a `config.json`. Keys that it lacks in both key styles are added from
-    `settings`.
+    """Return the values in a `config.json`, plus the `settings` for keys that it lacks in both key
+    styles.
     """
     stated = {_RENAMED.get(key, key) for key, value in stored.items() if value is not None}
     return {
@@ -136,64 +136,66 @@ PRESETS: Final[Mapping[PresetName, Preset]] = {
         kv_cache_dtype="fp8",
     ),
 }
-"""No preset sets a window, because the releases have different windows (6 to 21 frames). Every
-preset uses the window of the release.
+"""The presets do not set a window, because the releases have different windows (6 to 21 frames).
+Every preset uses the release's window.
 """
 
 
 class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`StreamingOptions`, and additional options for details in which public implementations
-    differ."""
+    """`StreamingOptions`, and options for details that public implementations handle
+    differently.
+    """
 
     presets: ClassVar[Mapping[PresetName, Preset]] = PRESETS
 
     cache: CacheKind = "strict"
-    """Selects the K/V of earlier chunks that a chunk attends to. `strict`: a chunk attends to clean
-    chunks, which a clean-context pass at timestep 0 has written (Self-Forcing). `noise_matched`: at
+    """Which of the earlier chunks' K/V a chunk attends to. `strict`: a chunk attends to the K/V of
+    clean chunks, written by a clean-context pass at timestep 0 (Self-Forcing). `noise_matched`: at
     each denoise step, a chunk attends to the K/V that earlier chunks wrote at the same step. This
-    mode has no clean-context pass and one window per step (StreamDiffusionV2).
+    mode uses one window per step and no clean-context pass (StreamDiffusionV2).
     """
     denoising_steps: list[float] = msgspec.field(
         default_factory=lambda: [1000.0, 750.0, 500.0, 250.0]
     )
     """Text-to-video schedule. Step s refers to entry 1000 - s of the timestep table with shift 5. A
-    release that was trained with other steps has its own default, and interprets steps in the same
-    way as its own code. For example, CausVid interprets them as timesteps.
+    release trained with other steps has its own default, and its steps are interpreted as its own
+    code interprets them. For example, CausVid's steps are timesteps.
     """
     video_input: bool = True
-    """Whether streams may repaint an input video or start from an image. If so, the VAE's encoder
-    is loaded."""
+    """Whether streams can repaint an input video or start from an image. If so, the VAE encoder is
+    loaded."""
     video_denoising_steps: list[float] = msgspec.field(
         default_factory=lambda: [700.0, 500.0, 400.0, 200.0]
     )
-    """Video-to-video schedule, as a list of timesteps. The noise controller replaces the first
-    timestep of each chunk.
+    """Video-to-video schedule, as a list of timesteps. The noise controller replaces each chunk's
+    first timestep.
     """
     normalize_video_latent: bool = True
     """Whether the latents of an input video are normalised. False: the VAE's raw means are used, as
     StreamDiffusionV2's checkpoints expect."""
     sink_position: Literal["window", "absolute"] = "window"
-    """Rotary positions of sink frames. `window`: sink frames move along to the positions just
-    before the oldest frame that the chunk sees, so that no distance exceeds the window. `absolute`:
-    their positions do not change, as in the original.
+    """Rotary positions of sink frames. `window`: sink frames move to the positions just before the
+    oldest frame that the chunk attends to, so no distance exceeds the window. `absolute`: their
+    positions do not change, as in the original.
     """
     sink_refresh_threshold: Annotated[float, msgspec.Meta(ge=-1, le=1)] | None = None
-    """A frame that leaves the window replaces the most dissimilar sink frame if their similarity is
-    below this threshold. Requires chunks of one frame. None: sink frames are never renewed.
+    """Similarity threshold in [-1, 1]. When a frame leaves the window and its similarity to the
+    least similar sink frame is below this threshold, it replaces that sink frame. Requires chunks
+    of one frame. None: sink frames are never renewed.
     """
     prompt_switch: PromptSwitch = "keep"
-    """Selects what happens to the K/V of earlier frames when a chunk has a new prompt. `keep`: the
-    K/V do not change. `recompute`: the K/V in the window are recomputed with the new prompt, by a
-    clean-context pass for each chunk in the window (the KV recache of LongLive). Sink frames are
-    recomputed until the window has moved away from them. Requires `cache` `strict`.
+    """What happens to the earlier frames' K/V when a chunk has a new prompt. `keep`: the K/V do not
+    change. `recompute`: a clean-context pass for each chunk in the window recomputes the window's
+    K/V with the new prompt (LongLive's KV recache). Sink frames are recomputed until the window has
+    moved away from them. Requires `cache: strict`.
     """
 
     @classmethod
     def of_checkpoint(
         cls, checkpoint: Mapping[str, Any], options: Mapping[str, Any]
     ) -> "CausalWanOptions":
-        """Parse `omni.model` for a checkpoint described by `hf_config`, with the settings of its
-        release as defaults.
+        """Parse `omni.model` for a checkpoint described by `hf_config`, with its release's settings
+        as defaults.
 
         The method raises ValueError under the same conditions as `parse`.
         """
@@ -203,10 +205,10 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
     def parse(
         cls, options: Mapping[str, Any], release: Mapping[str, Any] | None = None
     ) -> "CausalWanOptions":
-        """Parse the options. Options of the release are the defaults.
+        """Parse the options, with the release's options as defaults.
 
-        If an option is invalid, the method raises a ValueError with the value and the allowed
-        values.
+        If an option is invalid, the method raises a ValueError that contains the value and the
+        allowed values.
         """
         parsed = cls.read_options(options, release)
         try:
@@ -239,8 +241,8 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
         return parsed
 
     def text_schedule(self, release: PublishedNetwork = OTHER) -> FewStepSchedule:
-        """Return the text-to-video schedule, with the timesteps and sigmas with which `release` was
-        trained. Any number of steps is allowed.
+        """Return the text-to-video schedule, with the timesteps and sigmas that `release` was
+        trained with. Any number of steps is allowed.
 
         Raises ValueError if the steps are invalid.
         """
@@ -254,8 +256,8 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
         return with_most_steps(schedule, self.max_steps)
 
     def video_schedule(self, first_timestep: float | None = None) -> FewStepSchedule:
-        """Return the video-to-video schedule, starting at `first_timestep`. By default, it starts
-        at the first timestep of the option. Raises ValueError if the schedule is invalid.
+        """Return the video-to-video schedule, starting at `first_timestep`. Default: the option's
+        first timestep. Raises ValueError if the schedule is invalid.
         """
         steps = self.video_denoising_steps
         schedule = nearest_schedule(
@@ -265,8 +267,9 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
 
 
 def resolve_plan(config: CausalWanConfig, options: CausalWanOptions) -> ChunkPlan:
-    """Return the chunk sizes of a stream and the size of its K/V window. Raises ValueError if the
-    sizes are incompatible with each other."""
+    """Return a stream's chunk sizes and K/V window size. Raises ValueError if the sizes are
+    incompatible with each other.
+    """
     plan = resolve_chunks(
         options, config, chunk_frames=_CHUNK, window_frames=_WINDOW, sink_frames=_SINK
     )
@@ -285,7 +288,8 @@ CausalWanStream = StreamModelSetup[CausalWanConfig, CausalWanOptions]
 
 def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> CausalWanStream:
     """Read the family's part of `hf_config` and the serving options. Raises ValueError if either is
-    invalid."""
+    invalid.
+    """
     options = CausalWanOptions.of_checkpoint(checkpoint, omni.model)
     config = CausalWanConfig.from_checkpoint(checkpoint["transformer"])
     few_steps = options.text_schedule().num_steps

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Downloads of the published causal Wan networks. Each network is placed in a Wan 2.1 T2V
-directory, where `checkpoint/releases.py` expects it.
+"""Download the published causal Wan networks. Each network is placed in a Wan 2.1 T2V directory,
+where `checkpoint/releases.py` expects it.
 
-Download sizes are taken from the repositories' file lists if these are published. Unpublished sizes
-are estimated from the tensors. Users must explicitly accept the licence of a network if it
-restricts use or is not stated. The other licences are on the model cards.
+Download sizes come from the repositories' published file lists, or are estimated from the tensors
+if no list is published. Users must explicitly accept a network's licence if it restricts use or is
+not stated. The model cards state the other licences.
 """
 
 from pathlib import Path
@@ -27,11 +27,11 @@ PIECES = (
 
 
 def check_complete(path: Path) -> None:
-    """Raise ValueError unless all components exist and the transformer's tensors have the right
-    names and shapes.
+    """Raise ValueError if a component is missing or if the transformer's tensors have wrong names
+    or shapes.
 
-    Only file names and headers are read. The tensors of the other components are checked when they
-    are loaded.
+    The check reads only file names and headers. The tensors of the other components are checked
+    when they are loaded.
     """
     from vllm_omni.model_executor.models.causal_wan.checkpoint.layout import find_layout
     from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
@@ -96,5 +96,4 @@ RELEASES = {
         "TencentARC/RollingForcing", ("checkpoints/rolling_forcing_dmd.pt",), 16.0
     ),
 }
-"""All releases other than Self-Forcing. The repositories of these releases contain only the
-network."""
+"""All releases other than Self-Forcing. Their repositories contain only the network."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal Wan 2.1, served chunk by chunk: encode, a few denoise steps, one clean-context pass,
-decode, commit.
+"""Causal Wan 2.1, served chunk by chunk: encode, run a few denoise steps and one clean-context
+pass, decode, commit.
 
     transformer(past, 0, cache)         for each chunk of the window, on `prompt_switch: recompute`
     transformer(given, 0, cache)        for latent frames from the client, such as a start image
@@ -91,9 +91,9 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
     config: CausalWanConfig
     """Architecture of the transformer."""
     options: CausalWanOptions
-    """Serving options of the model."""
+    """The model's serving options."""
     decoder: ChunkDecoder | None
-    """Decodes latents to frames. None on ranks that do not decode."""
+    """Decoder from latents to frames. None on ranks that do not decode."""
 
     def __init__(self, setup: StreamSetup) -> None:
         super().__init__(setup)
@@ -109,7 +109,8 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
         self.text_encoder, self.image_encoder, self.transformer, self.prompts = build_networks(
             setup, CausalWanTransformer, parallel=own
         )
-        # Every rank with layers encodes, because it needs the noisy latents or their timestep.
+        # Every rank that holds layers runs the VAE encoder, because it needs the noisy latents or
+        # their timestep.
         encodes = options.video_input and not parallel.is_vae_stage
         self.vae, self.tiny_vae, self.decoder = build_autoencoders(setup, encodes=encodes)
         self.video = VideoEncoder(self.vae, options) if self.vae.has_encoder else None
@@ -154,7 +155,7 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
         return self.vae.encoder_cache_layout(shape.height, shape.width) if encodes else None
 
     def own_bytes(self, shape: SessionShape) -> int:
-        # Each chunk in flight may have its own prompt, and has its own state of the input video.
+        # Each chunk in flight has its own input video state, and may have its own prompt.
         after = self.omni.chunks_in_flight - 1
         total = after * self.transformer.cross_kv_nbytes
         if self.video is not None and shape.source == "video":
@@ -230,8 +231,9 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
 
     @torch.no_grad()
     def step_scheduler(self, batch: Sequence[Request], prediction: torch.Tensor) -> None:
-        """Advance the latents like `StreamingModel.step_scheduler`, except that latent frames
-        provided by the client do not change."""
+        """Advance the latents as `StreamingModel.step_scheduler` does, but leave client-provided
+        latent frames unchanged.
+        """
         for request, flow in zip(batch, prediction, strict=True):
             chunk = request.work
             retained = chunk.latents[:, : chunk.given]
@@ -270,15 +272,16 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
     def commit(self, request: Request) -> None:
         chunk = request.work
         if self._own_step is not None and chunk.index == 0 and not self.parallel.last_stage:
-            # At every step, later chunks see the K/V that the first chunk wrote in its last step.
+            # At every step, later chunks attend to the K/V that the first chunk wrote in its last
+            # step.
             self.transformer(
                 [self._batch_item(request, chunk.schedule.num_steps - 1)], None, kv_only=True
             )
         super().commit(request)
 
     def warmup_inputs(self) -> list[Inputs]:
-        """Return the inputs of a first and a later chunk of the largest size. The warm-up needs
-        both chunks, because a later chunk decodes more frames.
+        """Return the inputs for a first and a later chunk of the largest size. The warm-up needs
+        both chunks, because a later chunk decodes more frames than the first.
         """
         source = "video" if self.options.video_input else "text"
         params = DiffusionParams(session_id="warm-up", prompt="warm-up", options={"source": source})
@@ -294,7 +297,7 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
     # -- helpers -----------------------------------------------------------------------------------
 
     def _past_chunks(self, session: StreamSession, prompt: str) -> tuple[PastChunk, ...]:
-        """Return the earlier chunks whose K/V must be recomputed with a new `prompt`."""
+        """Return the earlier chunks whose K/V must be recomputed for a new `prompt`."""
         if prompt == session.prompt:
             return ()
         past = session.past_latents()
@@ -304,8 +307,8 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
         )
 
     def _given(self, request: Request, inputs: ChunkInputs) -> torch.Tensor | None:
-        """Return the first latent frames of the chunk, [16, G, h, w] on the device, if the client
-        provides them; otherwise None.
+        """If the client provides the chunk's first latent frames, return them, [16, G, h, w] on the
+        device; otherwise return None.
         """
         if inputs.latents is not None:
             return inputs.latents.to(self.transformer.device)
@@ -322,8 +325,8 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
         return self.transformer.rope(frames, self.sizes.latent_shape(shape, len(frames)))
 
     def start_step(self, request: Request) -> None:
-        """Before the first forward pass of a chunk, compute the K/V of the prompt (collective with
-        tensor parallelism).
+        """Before a chunk's first forward pass, compute the prompt's K/V. This is collective under
+        tensor parallelism.
 
         Also place the sink frames before each forward pass over a new range of frames.
         With per-step sinks, they are placed before every denoise step.
@@ -336,9 +339,9 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
             chunk.window.open(chunk.frames, request.step)
 
     def _end_step(self, request: Request) -> None:
-        """Store the sink frames that a forward pass has written, and decide which sink frames are
-        renewed. With per-step sinks, this happens after every denoise step, otherwise after the
-        last pass of the chunk. Ranks that shard the heads make the same decision.
+        """Store the sink frames that a forward pass has written, and decide which sink frames to
+        replace. With per-step sinks, this happens after every denoise step, otherwise after the
+        chunk's last forward pass. Ranks that shard the heads make the same decision.
         """
         chunk, step = request.work, request.step
         if chunk.window.has_sinks_per_step:
@@ -357,8 +360,8 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
         return [self._batch_item(request)]
 
     def _batch_item(self, request: Request, step: int | None = None) -> ChunkItem:
-        """Return the inputs of a chunk for the forward pass of denoise step `step`. Default: the
-        chunk's next pass.
+        """Return a chunk's inputs for the forward pass of denoise step `step`. Default: the chunk's
+        next forward pass.
         """
         chunk = request.work
         assert chunk.cross_kv is not None

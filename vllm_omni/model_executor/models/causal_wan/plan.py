@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory and compute of causal Wan for `vllm-omni plan`, for two sizes of the network and for the
-published networks with their own denoise steps.
+"""Memory and compute of causal Wan for `vllm-omni plan`: two network sizes, and the published
+networks with their own denoise steps.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _WAN_14B: Final[Mapping[str, Any]] = {
     "num_layers": 40,
 }
 _SIZES: Final[Mapping[str, Mapping[str, Any]]] = {"causal_wan_1_3b": {}, "causal_wan_14b": _WAN_14B}
-"""Fields of `CausalWanConfig` by the name of the model size."""
+"""`CausalWanConfig` values that differ from the defaults, keyed by model size."""
 
 
 def _named(name: str, changes: Changes) -> StreamModel:
@@ -35,7 +35,7 @@ def _named(name: str, changes: Changes) -> StreamModel:
 
 def _of_checkpoint(directory: str, checkpoint: Mapping[str, Any], changes: Changes) -> StreamModel:
     config = CausalWanConfig.from_checkpoint(checkpoint["transformer"])
-    # A release may have its own default steps.
+    # A release may have its own default denoise steps.
     steps = len(CausalWanOptions.of_checkpoint(checkpoint, {}).denoising_steps)
     return _stream_model(directory, config, {"denoise": steps, **changes})
 

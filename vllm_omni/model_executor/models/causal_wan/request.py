@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validates everything that a client may send with a chunk of a stream.
+"""Validate everything that a client can send with a chunk request.
 
-The functions read a request and its session and return `ChunkInputs`, or raise `RequestFailed` with
-the field, its value and the allowed values. The functions have no side effects, allocate no device
-memory, and return the same result on every rank.
+The functions read a request and its session, and return the validated values. If a value is
+invalid, they raise a `RequestFailed` that contains the field, its value and the allowed values. The
+functions have no side effects, allocate no device memory, and return the same result on every rank.
 """
 
 from collections.abc import Mapping
@@ -39,15 +39,16 @@ class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """`DiffusionParams.options` of one chunk."""
 
     source: Source | None = None
-    """`text` generates video only from the prompt. `video` repaints the tensor `video` of every
-    chunk. The first chunk of a stream sets the source. Default: `text` for the first chunk,
-    afterwards the source of the stream.
+    """`text`: generate video from the prompt alone. `video`: repaint the `video` tensor that each
+    chunk request contains. The first chunk sets the stream's source. Default: `text` for the first
+    chunk, afterwards the stream's source.
     """
 
 
 def read_shape(params: DiffusionParams, config: CausalWanConfig, omni: OmniConfig) -> SessionShape:
-    """Return the sizes that the first chunk of a stream sets. Raises `RequestFailed` if they are
-    invalid."""
+    """Return the sizes that a stream's first chunk sets. Raises `RequestFailed` if they are
+    invalid.
+    """
     height, width = read_size(params, config, omni)
     return SessionShape(height, width, params.output, source=_options(params).source or "text")
 
@@ -58,7 +59,7 @@ def read_chunk(
     position: StreamPosition,
     served: CausalWanOptions,
 ) -> ChunkInputs:
-    """Validate the request of one chunk against the state of its stream before the chunk. Raises
+    """Validate a chunk request against the state of its stream before the chunk. Raises
     `RequestFailed` if the request is invalid.
     """
     params = request.params

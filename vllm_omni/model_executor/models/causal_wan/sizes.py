@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of a stream's state on this rank, and K/V windows with these sizes.
+"""Sizes of a stream's state on this rank, and K/V windows of these sizes.
 
-This module computes the sizes and also builds the windows, so that admission counts exactly the
-bytes that a session allocates.
+This module computes the sizes and also builds the windows, so admission counts exactly the bytes
+that a session allocates.
 """
 
 import math
@@ -28,9 +28,9 @@ from vllm_omni.model_executor.streaming.session import SessionShape
 class StreamSizes:
     """Sizes of one stream's state.
 
-    `spare_frames` contains the number of spare frames of each window (see the function
-    `spare_frames`). `own_step` is the denoise step of this stage, if each stage owns one step.
-    `kv_dtype` is the storage dtype of the windows (None: the transformer's dtype).
+    `spare_frames` contains each window's number of spare frames (see the `spare_frames` function).
+    `own_step` is this stage's denoise step, if each stage owns one step. `kv_dtype` is the windows'
+    storage dtype (None: the transformer's dtype).
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class StreamSizes:
         )
 
     def latent_shape(self, shape: SessionShape, num_frames: int) -> tuple[int, int, int, int]:
-        """Return the shape [16, F, h, w] of the latents of `num_frames` latent frames."""
+        """Return the latents' shape [16, F, h, w] for `num_frames` latent frames."""
         return (
             self._config.out_channels,
             num_frames,
@@ -104,7 +104,9 @@ class StreamSizes:
         return self.cache_nbytes(shape) + 4 * math.prod(self.latent_shape(shape, frames))
 
     def _step_spares(self) -> list[int]:
-        """Return the spare frames of a noise-matched stream's windows on this rank."""
+        """Return the number of spare frames for each of a noise-matched stream's windows on this
+        rank.
+        """
         spares = self._spare_frames[: self._num_steps]
         return spares if self._own_step is None else [spares[self._own_step]]
 
@@ -144,13 +146,14 @@ def spare_frames(
 ) -> tuple[int, ...]:
     """Return the number of spare frames that each window's ring buffer needs for chunks in flight.
 
-    With a noise-matched cache, step j of a chunk sees the K/V that earlier chunks wrote at step j,
-    so it may run as soon as the previous chunk has finished step j. The frames that this step's K/V
-    would overwrite are retained as long as an uncommitted chunk that sees them may be run again.
+    With a noise-matched cache, step j of a chunk attends to the K/V that earlier chunks wrote at
+    step j, so it can run as soon as the previous chunk has finished step j. The frames that this
+    step's K/V would overwrite are retained as long as an uncommitted chunk that attends to them may
+    be rerun.
 
-    The spare frames are those that chunks may write ahead of the oldest uncommitted chunk. With a
-    single rank, a chunk is committed in the same engine step as its last pass. With several ranks,
-    earlier stages are notified of the commit later.
+    The spare frames hold the K/V that chunks may write ahead of the oldest uncommitted chunk. With
+    one rank, a chunk is committed in the same engine step as its last forward pass. With several
+    ranks, earlier stages are notified of the commit later.
     """
     if options.cache == "strict":
         return (0,)
@@ -158,5 +161,5 @@ def spare_frames(
         options.text_schedule().num_steps,
         (omni.chunks_in_flight - 1) * plan.chunk_frames,
     )
-    # With a single rank, the frames of the last step are committed when they are written.
+    # With one rank, the frames of the last step are committed when they are written.
     return (spare,) * passes if parallel.num_stages > 1 else (*(spare,) * (passes - 1), 0)

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of a causal Wan session (`StreamSession`) and working set of a chunk (`CausalWanChunk`).
+"""The state of a causal Wan session (`StreamSession`) and the working set of a chunk
+(`CausalWanChunk`).
 
-The only state of a session that is specific to this family is the state of its input video.
+The session state specific to this family consists of the input video's state and, if the options
+require them, the clean latents of earlier frames.
 """
 
 from collections.abc import Mapping
@@ -25,10 +27,10 @@ from vllm_omni.tensors.saved import SavedTensors
 
 @dataclass(frozen=True, eq=False)
 class VideoInput:
-    """Immutable state of the input of a video-to-video stream."""
+    """Immutable input state of a video-to-video stream."""
 
     encoder: VAECache
-    """Cache of the VAE's encoder."""
+    """VAE encoder cache."""
     last_frame: torch.Tensor
     """The most recent input frame, uint8 [H, W, 3]."""
     noise_scale: float
@@ -44,7 +46,7 @@ class VideoInput:
 
 @dataclass(frozen=True, eq=False)
 class StreamPosition:
-    """State of a stream before a chunk, that is, after the last committed chunk or after a chunk in
+    """A stream's state before a chunk, that is, after the last committed chunk or after a chunk in
     flight.
     """
 
@@ -61,7 +63,7 @@ class StreamPosition:
 
 
 class StreamScalars(SessionScalars, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The result of `StreamSession.scalars`, as read from a file."""
+    """The result of `StreamSession.scalars`, as read from a snapshot."""
 
     source: str
     """Whether the stream is generated from text or from an input video (`SessionShape.source`)."""
@@ -75,7 +77,7 @@ class StreamSession(StreamingSession[ChunkCache, VideoInput]):
     scalars_type: ClassVar[type[StreamScalars]] = StreamScalars
     past: torch.Tensor | None = None
     """Clean latents of the earlier frames that the next chunk attends to, fp32 [16, F, h, w]. The
-    tensor is immutable and shared by forks. None: there are no such frames, or the options do not
+    tensor is immutable, and forks share it. None: there are no such frames, or the options do not
     require them.
     """
 
@@ -166,17 +168,18 @@ class ChunkInputs:
     video: torch.Tensor | None
     """Input video of the chunk, uint8 [T, H, W, 3]. None: the stream is text-to-video."""
     image: torch.Tensor | None
-    """First frame of the stream, uint8 [H, W, 3]. None: there is no start image."""
+    """Start image of the stream, uint8 [H, W, 3]. None: there is no start image."""
     latents: torch.Tensor | None
-    """First G latent frames of the chunk, fp32 [16, G, h, w]. None: the client provides none."""
+    """First G latent frames of the chunk, fp32 [16, G, h, w]. None: the client does not provide
+    any."""
 
 
 @dataclass(frozen=True, eq=False)
 class PastChunk:
-    """Inputs of a repeated clean-context pass of an earlier chunk."""
+    """Inputs for repeating an earlier chunk's clean-context pass."""
 
     frames: range
-    """Latent frames by absolute index."""
+    """Absolute indices of the latent frames."""
     latents: torch.Tensor
     """Clean latents of these frames, fp32 [16, F, h, w]."""
     rope: tuple[torch.Tensor, torch.Tensor]
@@ -188,18 +191,19 @@ class CausalWanChunk(StreamingChunk[ChunkCache, VideoInput]):
     """One chunk in flight. `own` is the state of the input video after the chunk."""
 
     schedule: FewStepSchedule
-    """Timesteps of the chunk."""
+    """The chunk's denoise schedule."""
     index: int
     """Index of the chunk."""
     noise_scale: float | None = None
-    """Noise scale of the input video, which is set on every rank. None: there is no input video."""
+    """Noise scale of the input video. It is set on every rank. None: there is no input video."""
     given: int = 0
-    """Number of leading latent frames that the client provides. These frames remain unchanged. The
-    first pass, a clean-context pass, writes their K/V, and the other passes generate the following
-    frames.
+    """Number of leading latent frames that the client provides. These frames do not change. A
+    clean-context pass writes their K/V before the denoise steps generate the frames that follow.
     """
     given_rope: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Rotary tables of the first pass. None: the client provides no frames."""
+    """Rotary tables for the clean-context pass over the `given` frames. None: the client does not
+    provide frames.
+    """
     past: tuple[PastChunk, ...] = ()
     """Earlier chunks whose clean-context passes run first. These passes write to a new `window`,
     which replaces the session's window when the chunk is committed.
@@ -207,7 +211,9 @@ class CausalWanChunk(StreamingChunk[ChunkCache, VideoInput]):
 
     @property
     def num_steps(self) -> int:
-        """Return the number of passes, excluding the final clean-context pass."""
+        """Return the number of forward passes that the chunk needs, excluding the final
+        clean-context pass.
+        """
         if self.given == len(self.frames):
             return len(self.past) + 1
         return len(self.past) + int(self.given > 0) + self.schedule.num_steps
@@ -217,7 +223,7 @@ class CausalWanChunk(StreamingChunk[ChunkCache, VideoInput]):
         return self.given
 
     def is_given(self, step: int) -> bool:
-        """Return whether pass `step` computes the frames that the client provides."""
+        """Return whether forward pass `step` processes the frames that the client provides."""
         return self.given > 0 and step == len(self.past)
 
     def denoise_index(self, step: int) -> int | None:
@@ -225,7 +231,7 @@ class CausalWanChunk(StreamingChunk[ChunkCache, VideoInput]):
         return super().denoise_index(index) if index >= 0 else None
 
     def part(self, step: int) -> range:
-        """Return the latent frames, by absolute index, of pass `step`."""
+        """Return the absolute indices of the latent frames that forward pass `step` processes."""
         if step < len(self.past):
             return self.past[step].frames
         if self.given == 0:
@@ -244,7 +250,7 @@ class CausalWanChunk(StreamingChunk[ChunkCache, VideoInput]):
         return self.latents[:, part.start - self.frames.start : part.stop - self.frames.start]
 
     def position(self) -> StreamPosition:
-        """Return the state of the stream after this chunk, assuming that the chunk succeeds. The
-        first step of the chunk must have run.
+        """Return the stream's state after this chunk, assuming that the chunk succeeds. The chunk's
+        first step must have run.
         """
         return StreamPosition(self.index + 1, self.prompt, self.seed, self.cross_kv, self.own)

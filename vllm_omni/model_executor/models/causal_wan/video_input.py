@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`VideoEncoder`: converts input frames to latents. The start image of a stream becomes clean
-latents, and an input video becomes noisy latents.
+"""`VideoEncoder`: converts input frames to latents. A stream's start image becomes clean latents,
+and an input video becomes noisy latents.
 
 A video is received chunk by chunk, and each chunk starts from the noisy latents of its frames.
 
-The VAE encoder carries its cache from chunk to chunk. The noise controller (`motion.py`) determines
-the amount of noise and the timestep of the first denoise step. All state is in the immutable
-`VideoInput`, which callers pass in and receive back. Tested by
+The VAE encoder's cache is carried from chunk to chunk. The noise controller (`motion.py`)
+determines the amount of noise and the timestep of the first denoise step. All state is in the
+immutable `VideoInput`, which callers pass in and receive back. Tested by
 tests/model_executor/models/causal_wan/test_causal_wan_video.py.
 """
 
@@ -25,9 +25,9 @@ from vllm_omni.model_executor.schedules import FewStepSchedule
 
 
 class VideoEncoder:
-    """Encodes the input video and the start image of streams.
+    """Encodes the input videos and start images of streams.
 
-    `vae` must have an encoder. `options` contains the schedule and the normalisation of
+    `vae` must have an encoder. `options` contains the schedule and the normalisation for
     video-to-video streams.
     """
 
@@ -36,17 +36,19 @@ class VideoEncoder:
         self._options = options
 
     def state_nbytes(self, height: int, width: int) -> int:
-        """Return the size in bytes of the `VideoInput` of a stream of `height` x `width` pixels."""
+        """Return the size in bytes of the `VideoInput` for a stream of `height` x `width`
+        pixels.
+        """
         return self._vae.encoder_cache_nbytes(height, width) + 3 * height * width
 
     def noisy_latents(
         self, frames_THWC: torch.Tensor, before: VideoInput | None, noise: torch.Tensor
     ) -> tuple[torch.Tensor, FewStepSchedule, VideoInput]:
-        """Return (latents fp32 [16, F, h, w], schedule of the chunk, next state of the stream).
+        """Return (latents fp32 [16, F, h, w], the chunk's schedule, the stream's next state).
 
         `frames_THWC` is uint8 on any device. T is 1 + 4 (F - 1) at the start of a stream (`before`
-        is None), otherwise 4 F. `noise` has the same shape as the latents. The function
-        synchronizes with the device once to read the motion in the frames.
+        is None), otherwise 4 F. `noise` has the same shape as the latents. The call synchronises
+        the host with the device once, to read the amount of motion in the frames.
         """
         frames_THWC = frames_THWC.to(noise.device)
         initial = VIDEO_NOISE_SCALE
@@ -65,16 +67,16 @@ class VideoEncoder:
     def image(
         self, image_HWC: torch.Tensor, height: int, width: int, device: torch.device
     ) -> torch.Tensor:
-        """Return the latent frame [16, 1, h, w] of a start image. The image is uint8 and is
-        stretched to `height` x `width`.
+        """Return the latent frame [16, 1, h, w] for a start image, which is uint8 and is stretched
+        to `height` x `width`.
         """
         return self._encode(prepare_image(image_HWC.to(device), height, width), None)[0]
 
     def _encode(
         self, pixels_1CTHW: torch.Tensor, before: VAECache | None
     ) -> tuple[torch.Tensor, VAECache]:
-        """Return (latents fp32 [16, F, h, w] as the checkpoint expects them, next cache of the
-        encoder).
+        """Return (latents fp32 [16, F, h, w] as the checkpoint expects them, the encoder's next
+        cache).
         """
         encoded, cache = self._vae.encode(pixels_1CTHW, before)
         if not self._options.normalize_video_latent:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks a diffusers pipeline directory: `model_index.json`, components and weight files.
+"""Check a diffusers pipeline directory: `model_index.json`, components and weight files.
 
-Only JSON files and file headers are read, so that `vllm serve --omni` can refuse a broken directory
+Only JSON files and file headers are read, so `vllm serve --omni` can reject a broken directory
 within a second. Weights must be safetensors files. Pickled weights and code inside a checkpoint are
-refused.
+rejected.
 """
 
 import json
@@ -34,15 +34,16 @@ class PipelineIndex:
     class_name: str
     """Name of the pipeline class."""
     components: dict[str, tuple[str, str]]
-    """`(library, class)` by component name."""
+    """`(library, class)` of each component, keyed by component name."""
     absent: tuple[str, ...] = ()
-    """Names of components that are null in the file. The pipeline's constructor receives None for
-    them."""
+    """Names of the components that are null in the file. The pipeline's constructor receives None
+    for these components."""
 
     @classmethod
     def read_folder(cls, path: Path) -> "PipelineIndex":
-        """Read `model_index.json` of a directory. Raises a one-line ValueError if it is missing or
-        malformed."""
+        """Read a directory's `model_index.json`. Raises a one-line ValueError if the file is
+        missing or malformed.
+        """
         file = path / INDEX
         try:
             index = json.loads(file.read_text())
@@ -68,7 +69,7 @@ class PipelineIndex:
 
 
 def is_pipeline(path: Path) -> bool:
-    """Return whether a directory contains a pipeline in diffusers' layout."""
+    """Return whether a directory contains a pipeline in the diffusers layout."""
     try:
         PipelineIndex.read_folder(path)
     except ValueError:
@@ -77,7 +78,7 @@ def is_pipeline(path: Path) -> bool:
 
 
 def check_class(name: str) -> None:
-    """Raise ValueError unless the installed version of diffusers has a pipeline with this name. No
+    """Raise ValueError if the installed diffusers version has no pipeline with this name. No
     pipeline is imported.
     """
     import diffusers
@@ -87,8 +88,9 @@ def check_class(name: str) -> None:
 
 
 def check_components(path: Path, index: PipelineIndex, without: Collection[str] = ()) -> None:
-    """Raise ValueError if a component is missing or contains code. The message names the first such
-    component."""
+    """Raise ValueError if a component is missing or contains code. The message names the first
+    component that fails the check.
+    """
     unknown = sorted(set(without) - set(index.components))
     if unknown:
         raise ValueError(
@@ -116,8 +118,9 @@ def has_weights(class_name: str) -> bool:
 
 
 def check_weights(path: Path, index: PipelineIndex, without: Collection[str] = ()) -> None:
-    """Raise ValueError if weight files are missing or pickled. The message names the first
-    component with such files."""
+    """Raise ValueError if weight files are missing or pickled. The message names the first affected
+    component.
+    """
     for name, (_, class_name) in index.components.items():
         if name not in without and has_weights(class_name) and (path / name).is_dir():
             _check_weights(path / name, name)
@@ -142,8 +145,8 @@ def _check_weights(folder: Path, name: str) -> None:
 
 
 def stored_dtype(path: Path, index: PipelineIndex) -> str:
-    """Return the dtype with the most bytes in the first weight file of the denoiser, or float32 if
-    there is no denoiser.
+    """Return the dtype that takes up the most bytes in the denoiser's first weight file, or float32
+    if there is no denoiser.
     """
     for name in _DENOISERS:
         if name in index.components:
@@ -181,8 +184,8 @@ def component_config(path: Path, name: str) -> dict[str, Any]:
 
 
 def temporal_stride(path: Path) -> int:
-    """Return the number of video frames per latent frame from the VAE's config. The default is 4,
-    the value of Wan and HunyuanVideo.
+    """Return the number of video frames per latent frame, from the VAE's config. Default: 4, as for
+    Wan and HunyuanVideo.
     """
     vae = component_config(path, "vae")
     for key in ("scale_factor_temporal", "temporal_compression_ratio"):

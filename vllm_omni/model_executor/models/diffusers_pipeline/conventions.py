@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recommendations of a model's authors for calling its pipeline: image sizes by aspect ratio, and
+"""What a model's authors recommend for calling its pipeline: image sizes by aspect ratio, and
 quality phrases by language.
 
-Generic code looks up the recommendations by pipeline class. The values for a model are in the
-module with the model's name.
+Generic code looks up the recommendations by pipeline class. Each model's values are in the module
+named after the model.
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ class PipelineConventions:
     """Recommendations for one pipeline class."""
 
     aspect_ratios: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Image size (width, height) in pixels, by the name of the aspect ratio."""
+    """Image size (width, height) in pixels, keyed by aspect ratio name."""
     prompt_suffixes: Mapping[str, str] = field(default_factory=dict)
-    """Text that is appended to a prompt, by language."""
+    """Text appended to a prompt, keyed by language."""
 
 
 _BY_CLASS_PREFIX = {
@@ -28,7 +28,9 @@ _BY_CLASS_PREFIX = {
 
 
 def conventions_of(pipeline_class: str) -> PipelineConventions:
-    """Return the recommendations for a pipeline class. The result is empty if there are none."""
+    """Return the recommendations for a pipeline class, or empty recommendations if the table has no
+    entry for the class.
+    """
     for prefix, conventions in _BY_CLASS_PREFIX.items():
         if pipeline_class.startswith(prefix):
             return conventions

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `diffusers_pipeline` family: any pipeline directory of diffusers, served by
+"""The `diffusers_pipeline` family: any diffusers pipeline directory, served by
 `DiffusersPipelineExecutor`.
 
-This family is the last one in the registry, so that the other families are preferred for their own
+This family comes last in the registry, so that other families take precedence for their own
 checkpoints.
 """
 
@@ -37,7 +37,7 @@ def _hf_config(path: Path) -> dict[str, Any]:
     return {
         "architectures": ["DiffusersPipeline"],
         "dtype": stored_dtype(path, index),
-        # vLLM requires these fields of every model, but a pipeline does not use them.
+        # vLLM requires these fields for every model, but pipelines do not use them.
         "hidden_size": 1,
         "num_attention_heads": 1,
         "num_hidden_layers": 1,
@@ -62,7 +62,7 @@ def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
 
 
 def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
-    # Imported here, because it imports the class of the pipeline.
+    # Imported here, because `capabilities` imports the pipeline class.
     from vllm_omni.model_executor.models.diffusers_pipeline.tasks import capabilities
 
     options = DiffusersOptions.parse(omni.model)

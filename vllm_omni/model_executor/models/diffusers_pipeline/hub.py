@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Early check of weight files, which `vllm serve --omni` runs unless `--load-format dummy` is set.
+"""Early check of the weight files. `vllm serve --omni` runs it unless `--load-format dummy` is set.
 `vllm-omni download` does not download diffusers pipelines by name.
 """
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DiffusersOptions`: options of a served diffusers pipeline, under `omni.model`. Unknown keys and
-values out of range are errors."""
+"""`DiffusersOptions`: options under `omni.model` for a served diffusers pipeline. Unknown keys and
+out-of-range values are errors.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,23 +20,24 @@ class LoraSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """One LoRA adapter."""
 
     path: str
-    """Directory that contains the adapter, or a single `.safetensors` file."""
+    """Directory that contains the adapter, or a `.safetensors` file."""
     weight_name: str | None = None
-    """Name of the file in the directory. Default: the only file in the directory."""
+    """File name in the directory. Default: the only file in the directory."""
     scale: float = 1.0
     """Strength of the adapter."""
 
 
 class RequestDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Request defaults that this package reads itself. The other defaults are arguments of the
-    pipeline."""
+    """Request defaults that this package reads itself. All other defaults are pipeline
+    arguments.
+    """
 
     width: Pixels | None = None
     """Width in pixels. Default: the pipeline's default."""
     height: Pixels | None = None
     """Height in pixels. Default: the pipeline's default."""
     num_frames: Positive | None = None
-    """Number of frames of a video. Default: the pipeline's default."""
+    """Number of frames in a video. Default: the pipeline's default."""
     fps: Annotated[float, msgspec.Meta(gt=0, le=240)] = 16.0
     """Frame rate of a video, in frames per second."""
     prompt_suffix: Literal["off", "auto"] = "off"
@@ -44,7 +46,7 @@ class RequestDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options of the served pipeline."""
+    """Options for the served pipeline."""
 
     pipeline_class: str | None = None
     """Diffusers class that runs the components, for example an image-to-image or inpainting
@@ -54,19 +56,19 @@ class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Components that are not loaded, for example `["text_encoder", "tokenizer"]` if clients send
     `prompt_embeds`."""
     component_dtypes: dict[str, Dtype] = msgspec.field(default_factory=dict)
-    """Dtype of each component that does not use `--dtype`, by component name, for example `{"vae":
-    "float32"}`."""
+    """Dtypes of the components that do not use `--dtype`, by component name, for example
+    `{"vae": "float32"}`."""
     variant: str | None = None
-    """Variant of the weight files, for example `fp16`. The variant is part of their file names."""
+    """Weight file variant, for example `fp16`. The variant is part of the file names."""
     offload: Literal["none", "model", "sequential"] = "none"
     """Where weights are stored. `none`: on the accelerator. `model` or `sequential`: in host
-    memory, from which the library accelerate moves them to the accelerator when they are needed.
+    memory, from which the accelerate library moves them to the accelerator when they are needed.
     """
     vae_tiling: bool = False
-    """Whether the VAE decodes in overlapping tiles and one image at a time. Tiling needs less
-    memory, but the result is not exact."""
+    """Whether the VAE decodes in overlapping tiles, one image at a time. Tiling needs less memory,
+    but the result is not exact."""
     attention_backend: str | None = None
-    """Name of the attention backend in diffusers."""
+    """Name of the diffusers attention backend."""
     interleave: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
     """Maximum number of requests whose denoise steps are interleaved."""
     defaults: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -75,19 +77,20 @@ class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     and arguments of the pipeline's `__call__`, for example `{"true_cfg_scale": 4.0,
     "negative_prompt": " "}`."""
     max_pixels: Positive | None = None
-    """Maximum number of pixels of an image or a video frame (`width * height`). Default: 2048x2048
+    """Maximum number of pixels in an image or a video frame (`width * height`). Default: 2048x2048
     for images, 1280x720 for videos."""
     max_num_frames: Positive = 257
-    """Maximum number of frames of a video."""
+    """Maximum number of frames in a video."""
     max_num_inference_steps: Positive = 200
-    """Maximum number of denoise steps of a request."""
+    """Maximum number of denoise steps per request."""
     loras: dict[AdapterName, LoraSource] = msgspec.field(default_factory=dict)
-    """LoRA adapters, by the names under which requests refer to them."""
+    """LoRA adapters, by the names that requests use for them."""
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "DiffusersOptions":
-        """Parse `omni.model`. If a value is invalid, the method raises a ValueError with the key
-        and the allowed values."""
+        """Parse `omni.model`. If a value is invalid, the method raises a ValueError that contains
+        the key and the allowed values.
+        """
         parsed = parse_options(cls, options, "additional_config['omni']['model']")
         if parsed.interleave > 1 and parsed.offload != "none":
             raise ValueError(
@@ -102,7 +105,7 @@ class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     def request_defaults(self) -> RequestDefaults:
         """Return the defaults that this package reads itself. If a value is invalid, the method
-        raises a ValueError with the allowed values.
+        raises a ValueError that contains the allowed values.
         """
         own = {
             name: value
@@ -112,7 +115,7 @@ class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         return parse_options(RequestDefaults, own, "omni.model.defaults")
 
     def call_defaults(self) -> dict[str, Any]:
-        """Return the defaults that are arguments of the pipeline."""
+        """Return the defaults that are pipeline arguments."""
         return {
             name: value
             for name, value in self.defaults.items()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`DiffusersPipeline`: the class in vLLM's model registry, which is never instantiated.
 
-vLLM reads class attributes of an architecture before it chooses the executor.
+vLLM reads an architecture's class attributes before it chooses the executor.
 `vllm_omni.executor.DiffusersPipelineExecutor` loads the pipeline.
 """
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes, quality phrases and chat template of Qwen-Image.
+"""Image sizes, quality phrases and the chat template for Qwen-Image.
 
-A client that computes hidden states of Qwen2.5-VL elsewhere, for example in an autoregressive
-engine, can convert them to `prompt_embeds` with this module. The prompt is `templated(prompt)`. The
-client passes the hidden states of all tokens, taken after the final norm, to `prompt_embeds`, which
-drops the hidden states of the system message. The pipeline computes its embeddings in the same way
-with its own encoder (diffusers 0.42 `pipeline_qwenimage.py`, `_get_qwen_prompt_embeds`).
+If a client computes the Qwen2.5-VL hidden states elsewhere, for example in an autoregressive
+engine, it can use this module to convert them to `prompt_embeds`. The client runs the encoder on
+`templated(prompt)` and passes the hidden states of all tokens, taken after the final norm, to
+`prompt_embeds`, which drops those of the system message. The pipeline computes its embeddings in
+the same way, with its own encoder (diffusers 0.42 `pipeline_qwenimage.py`,
+`_get_qwen_prompt_embeds`).
 """
 
 import torch
@@ -19,14 +20,15 @@ ASPECT_RATIOS = {
     "3:2": (1584, 1056),
     "2:3": (1056, 1584),
 }
-"""Image sizes (width, height) from the model card, by aspect ratio. The first version of the card
-had 1140 instead of 1104, which is not a multiple of 16."""
+"""Image sizes (width, height) from the model card, keyed by aspect ratio. The first version of the
+card listed 1140, which is not a multiple of 16, instead of 1104.
+"""
 
 PROMPT_SUFFIXES = {"en": ", Ultra HD, 4K, cinematic composition.", "zh": ", 超清，4K，电影级构图."}
-"""Quality phrases by language, copied from `positive_magic` in the model card."""
+"""Quality phrases, keyed by language and copied from `positive_magic` in the model card."""
 
 DROPPED_TOKENS = 34
-"""Number of tokens in the template before the prompt, in Qwen2.5-VL's vocabulary."""
+"""Number of template tokens before the prompt, in Qwen2.5-VL's vocabulary."""
 
 MAX_PROMPT_TOKENS = 1024
 
@@ -38,7 +40,7 @@ _SYSTEM = (
 
 
 def templated(prompt: str) -> str:
-    """Return the text to tokenize: the system message, and the prompt as the user's message. The
+    """Return the text to tokenize: the system message, then the prompt as the user message. The
     tokenizer must not add special tokens.
     """
     return (
@@ -48,17 +50,17 @@ def templated(prompt: str) -> str:
 
 
 def prompt_embeds(states_LD: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Convert hidden states of the tokens of `templated(prompt)` to the tensors of a request.
+    """Convert the hidden states of `templated(prompt)` to the tensors for a request.
 
     Args:
-        states_LD: Hidden states `[L, D]` of the last layer after the final norm, floating point.
+        states_LD: Hidden states after the final norm, floating point, `[L, D]`.
 
     Returns:
-        The tensors `prompt_embeds` `[L - 34, D]` and `prompt_embeds_mask` `[L - 34]`, int64. The
-        tensors are views if possible.
+        Two tensors, which are views if possible: `prompt_embeds` `[L - 34, D]`, and
+        `prompt_embeds_mask` `[L - 34]`, int64.
 
     Raises:
-        ValueError: No token is left after the system message has been dropped.
+        ValueError: No tokens are left after the system message has been dropped.
     """
     if states_LD.dim() != 2 or states_LD.shape[0] <= DROPPED_TOKENS:
         raise ValueError(

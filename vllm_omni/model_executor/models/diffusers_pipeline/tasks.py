@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Determines the tasks of a pipeline class from the signature of its `__call__`. The executor and
-the endpoints check requests against these tasks.
+"""Determine a pipeline class's tasks from the signature of its `__call__`. The executor and the
+endpoints check requests against these tasks.
 """
 
 import inspect
@@ -40,9 +40,7 @@ def call_parameters(pipeline_class: type) -> Parameters:
 
 
 def default_of(parameters: Parameters, name: str) -> Any:
-    """Return the default of a parameter, or None if the parameter has no default or does not
-    exist.
-    """
+    """Return a parameter's default, or None if the parameter has no default or does not exist."""
     parameter = parameters.get(name)
     return (
         None
@@ -60,12 +58,12 @@ def makes_video(parameters: Parameters) -> bool:
 
 
 def guidance_argument(parameters: Parameters, *, distilled: bool) -> str | None:
-    """Return the argument that corresponds to a request's `guidance_scale`, or None if the pipeline
-    has no guidance.
+    """Return the call argument that corresponds to a request's `guidance_scale`, or None if the
+    pipeline does not support guidance.
 
-    Some pipelines have both `guidance_scale` and `true_cfg_scale`. These pipelines use
-    `guidance_scale` only as an input of a guidance-distilled transformer. If the transformer is not
-    distilled, they ignore `guidance_scale`, and `true_cfg_scale` controls classifier-free guidance.
+    Some pipelines have both `guidance_scale` and `true_cfg_scale`. They use `guidance_scale` only
+    as an input to a guidance-distilled transformer. If the transformer is not distilled, they
+    ignore `guidance_scale`, and `true_cfg_scale` controls classifier-free guidance.
     """
     if "true_cfg_scale" in parameters and not (distilled and "guidance_scale" in parameters):
         return "true_cfg_scale"
@@ -79,7 +77,7 @@ def max_pixels(parameters: Parameters, options: DiffusersOptions) -> int:
 
 
 def default_size(parameters: Parameters, options: DiffusersOptions) -> tuple[int, int]:
-    """Return (width, height) for a request that specifies no size."""
+    """Return the (width, height) for a request that does not specify a size."""
     requested = options.request_defaults()
     width = requested.width or default_of(parameters, "width") or _FALLBACK_SIDE
     height = requested.height or default_of(parameters, "height") or _FALLBACK_SIDE
@@ -87,7 +85,7 @@ def default_size(parameters: Parameters, options: DiffusersOptions) -> tuple[int
 
 
 def tasks_of(class_name: str, parameters: Parameters) -> tuple[Task, ...]:
-    """Return the tasks of a pipeline class, which depend on its inputs and its result."""
+    """Return a pipeline class's tasks, based on its inputs and its output."""
     takes_image = "image" in parameters
     needs_image = takes_image and (
         is_required(parameters, "image") or any(word in class_name for word in _NEEDS_IMAGE)
@@ -102,8 +100,8 @@ def tasks_of(class_name: str, parameters: Parameters) -> tuple[Task, ...]:
 def capabilities(
     class_name: str, options: DiffusersOptions, temporal_stride: int, *, distilled: bool
 ) -> Capabilities:
-    """Return the capabilities of a diffusers pipeline class for the OpenAI endpoints, with these
-    options.
+    """Return the capabilities of a diffusers pipeline class under these options, for the OpenAI
+    endpoints.
     """
     import diffusers
 
@@ -128,7 +126,7 @@ def capabilities(
         max_num_frames=options.max_num_frames,
         frame_stride=stride,
         fps=requested.fps,
-        images_per_request=1,  # so that an image does not depend on the number of images
+        images_per_request=1,  # so that an image does not depend on how many others are requested
         input_images=_MAX_INPUT_IMAGES
         if any(word in class_name for word in _TAKES_SEVERAL_IMAGES)
         else 1,

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts held keys or a client's poses to the matrices of the camera branch.
+"""Convert held keys or a client's poses to the matrices for the camera branch.
 
 A pose is a 4x4 camera-to-world matrix with OpenCV axes (x right, y down, z forward). The pose of a
-latent frame is the pose of its first video frame. The network receives the view matrix (world to
-camera) of each latent frame, relative to a reference pose and multiplied by the focal lengths. The
-network also receives the inverse of this matrix. All matrices are computed in fp64 and rounded once
-to fp32.
+latent frame is the pose of its first video frame. For each latent frame, the network receives the
+view matrix (world to camera), relative to a reference pose and multiplied by the focal lengths, and
+the inverse of this product. All matrices are computed in fp64 and rounded once to fp32.
 """
 
 # P video frames of a chunk, F latent frames of a chunk
@@ -31,12 +30,12 @@ from vllm_omni.worlds.movement import inverse_poses, rotation
 
 @dataclass(frozen=True, eq=False)
 class CameraState:
-    """Immutable state of a session's camera between two chunks, fp64 on the host."""
+    """Immutable camera state of a session between two chunks, fp64 on the host."""
 
     pose_44: torch.Tensor
-    """Pose of the last video frame, from which held keys move the camera further."""
+    """Pose of the last video frame. Held keys move the camera from this pose."""
     reference_44: torch.Tensor
-    """Reference pose of the next chunk. The poses of the chunk are relative to it."""
+    """Reference pose for the next chunk, whose poses are relative to it."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"camera.pose": self.pose_44, "camera.reference": self.reference_44}
@@ -48,12 +47,12 @@ class CameraState:
 
 @dataclass(frozen=True, eq=False)
 class ChunkCamera:
-    """The camera of one chunk."""
+    """The camera input for one chunk."""
 
     matrices_2F44: torch.Tensor
-    """The projection P of each latent frame and its inverse, fp32."""
+    """Each latent frame's projection P and its inverse, fp32."""
     after: CameraState
-    """State of the camera after the chunk."""
+    """Camera state after the chunk."""
 
 
 def read_camera(
@@ -66,14 +65,14 @@ def read_camera(
     """Read the keys or poses of a chunk.
 
     Args:
-        request: Request of the chunk.
+        request: The chunk request.
         chunk_index: Index of the chunk.
-        before: State of the camera. None: the session starts with this chunk.
+        before: Camera state before the chunk. None: the session starts with this chunk.
         plan: Chunk plan of the session.
-        options: Serving options of the model.
+        options: The model's serving options.
 
     Raises:
-        RequestFailed: The camera of the request is invalid. The code is `invalid_camera`,
+        RequestFailed: The request's camera input is invalid. The code is `invalid_camera`,
             `non_finite_pose` or `invalid_action`.
     """
     frames, pixels = plan.frames(chunk_index), plan.pixel_frames(chunk_index)
@@ -102,15 +101,16 @@ def read_camera(
 
 
 def walk(keys: ActionFrames, start_44: torch.Tensor, step: float, degrees: float) -> torch.Tensor:
-    """Move the camera by the keys of each video frame. The camera rotates, then moves along its own
-    axes.
+    """Move the camera according to the keys held in each video frame. In each frame, the camera
+    rotates first, then moves along its own axes.
 
     Args:
-        keys: Held keys of each video frame.
+        keys: Keys held in each video frame.
         start_44: Pose of the video frame before the chunk.
-        step: Distance by which a held movement key moves the camera per video frame, in the units
-            of the poses.
-        degrees: Angle by which a held look key rotates the camera per video frame, in degrees.
+        step: Distance that the camera moves per video frame while a movement key is held, in pose
+            units.
+        degrees: Angle by which the camera rotates per video frame while a look key is held, in
+            degrees.
 
     Returns:
         Poses [P, 4, 4].
@@ -131,8 +131,9 @@ def walk(keys: ActionFrames, start_44: torch.Tensor, step: float, degrees: float
 
 
 def trained_focal(num_frames: int) -> torch.Tensor:
-    """Return the focal lengths of the training videos, divided by the width and the height, fp64
-    [F, 2]."""
+    """Return the training videos' focal lengths, divided by the width and the height, fp64
+    [F, 2].
+    """
     width, height = REFERENCE_SIZE
     row = torch.tensor([FOCAL_PIXELS / width, FOCAL_PIXELS / height], dtype=torch.float64)
     return row.expand(num_frames, 2)
@@ -158,12 +159,13 @@ def _refuse_keys(params: DiffusionParams, request: DiffusionRequest) -> None:
 
 
 def _read_path(poses: torch.Tensor, num_pixels: int, num_frames: int) -> torch.Tensor:
-    """Validate the poses of a chunk and return them. There is one pose per video frame or one per
-    latent frame."""
+    """Validate a chunk's poses and return them. There is one pose per video frame or one per latent
+    frame.
+    """
     of_latents = poses.dim() == 3 and len(poses) == num_frames
     path_P44 = read_poses(poses, num_frames if of_latents else num_pixels).clone()
-    # The client's matrix is only approximately a rotation. After this step, the inverse of the
-    # matrix is its transpose.
+    # The client's matrix is only approximately a rotation. Make it exact, so that its inverse is
+    # its transpose.
     left, _, right = torch.linalg.svd(path_P44[:, :3, :3])
     path_P44[:, :3, :3] = left @ right
     path_P44[:, 3] = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
@@ -173,8 +175,9 @@ def _read_path(poses: torch.Tensor, num_pixels: int, num_frames: int) -> torch.T
 def _focal_lengths(
     intrinsics: torch.Tensor | None, path_P44: torch.Tensor, firsts: list[int]
 ) -> torch.Tensor:
-    """Return fx and fy of each latent frame, divided by the width and the height. Without
-    `intrinsics`, return the focal lengths of the training videos."""
+    """Return each latent frame's fx and fy, divided by the width and the height. Without
+    `intrinsics`, return the training videos' focal lengths.
+    """
     if intrinsics is None:
         return trained_focal(len(firsts))
     values_P4 = read_intrinsics(intrinsics, len(path_P44))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locates the components of a DreamX-World-5B checkpoint, and loads its transformer strictly.
+"""Locate the components of a DreamX-World-5B checkpoint, and load its transformer strictly.
 
-The released transformer is a single file, `model.safetensors`. The VAE, text encoder and tokenizer
-come from Wan2.2-TI2V-5B and belong in the same directory or in its `assets/`. Converted checkpoints
-contain a folder `transformer`. The sizes and the blocks with a camera branch are determined from
-the tensors, because the release has no config.
+The released transformer is one file, `model.safetensors`. The VAE, text encoder and tokenizer come
+from Wan2.2-TI2V-5B and belong in the same directory or in its `assets/`. Converted checkpoints
+contain a `transformer` folder. The network's dimensions and the blocks that have a camera branch
+are derived from the tensors, because the release has no config.
 """
 
 import re
@@ -35,15 +35,15 @@ LAYOUTS = ("original", "diffusers")
 """Names of the layouts that `make-tiny` can write."""
 
 RULES = TRANSFORMER_RULES
-"""Rules that map prefixes and diffusers' names to the original names. The rules leave the names of
-the camera branch unchanged.
+"""Rules that strip prefixes and map diffusers names to the original names. The camera branch's
+names do not change.
 """
 
 _FOLDER: Final = "transformer"
 _FILES: Final = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 _CLASS: Final = "DreamXWorldARTransformer3DModel"
 _MARK = re.compile(r"(.*\.)?blocks\.\d+\.cam_self_attn\.q_proj\.weight\Z")
-"""Pattern for the name of a tensor that exists in no other Wan transformer."""
+"""Pattern for the name of a tensor that no other Wan transformer has."""
 
 CAMERA_TENSORS: dict[str, Sizes] = {
     **{
@@ -61,7 +61,7 @@ CAMERA_TENSORS: dict[str, Sizes] = {
 
 @dataclass(frozen=True)
 class CheckpointLayout(WanComponents):
-    """Components of one checkpoint. `transformer` is a folder of safetensors files or a single
+    """The components of one checkpoint. `transformer` is a folder of safetensors files or one
     safetensors file.
     """
 
@@ -69,11 +69,12 @@ class CheckpointLayout(WanComponents):
     vae_release = "2.2"
 
     kind: Literal["original", "diffusers"]
-    """Whether the checkpoint has the layout of the original repository or diffusers' layout."""
+    """Whether the checkpoint uses the original repository's layout or the diffusers layout."""
 
     def transformer_config(self) -> dict[str, Any]:
-        """Return the transformer's `config.json`. If there are weight files, its sizes are replaced
-        by those of the tensors."""
+        """Return the transformer's `config.json`. If there are weight files, the dimensions derived
+        from the stored tensors replace those in the config.
+        """
         folder = self.transformer if self.transformer.is_dir() else self.transformer.parent
         stated = own_config(folder)
         if self.transformer.is_dir() and not any(folder.glob("*.safetensors")):
@@ -85,7 +86,8 @@ def find_layout(path: Path) -> CheckpointLayout:
     """Locate the components in `path`.
 
     Raises:
-        ValueError: The directory contains no transformer of this model. The message is one line.
+        ValueError: The directory does not contain a transformer of this model. The message is one
+            line.
     """
     if (found := _find_transformer(path / _FOLDER)) is not None:
         return CheckpointLayout.of_folder(path, found, kind="diffusers")
@@ -109,7 +111,8 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return `chunk_hf_config` of this checkpoint, with `kind`. Weight files are not needed.
+    """Return the result of `chunk_hf_config` for this checkpoint, including its `kind`. No weight
+    files are required.
 
     Raises ValueError if the checkpoint is not usable.
     """
@@ -121,9 +124,10 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 
 def overlaid(stated: Mapping[str, Any], shapes: Mapping[str, Shape], where: str) -> dict[str, Any]:
-    """Return the config `stated`, with its sizes replaced by those of the stored tensors.
+    """Return the `stated` config, with its dimensions replaced by those derived from the stored
+    tensors.
 
-    The tensors may have the names of any layout. Raises ValueError if the tensors belong to another
+    The tensor names may follow any layout. Raises ValueError if the tensors belong to another
     network.
     """
     named = {rename(name, RULES): shape for name, shape in shapes.items()}
@@ -139,14 +143,14 @@ def overlaid(stated: Mapping[str, Any], shapes: Mapping[str, Shape], where: str)
         "attn_compress": sizes["dim"] // camera_dim,
         "cam_self_attn_layers": posed,
     }
-    # Keys of the other naming style specify the same sizes.
+    # The other naming style's keys specify the same dimensions.
     others = ("in_channels", "out_channels", "num_attention_heads", "attention_head_dim")
     return {key: value for key, value in stated.items() if key not in others} | known
 
 
 def transformer_shapes(config: DreamXConfig) -> dict[str, Shape]:
-    """Return the shape of every transformer tensor in a checkpoint, by name. The released model has
-    1125 tensors.
+    """Return the shape of every transformer tensor in a checkpoint, keyed by name. The released
+    model has 1125 tensors.
     """
     both = wan.BLOCK_TENSORS | CAMERA_TENSORS
     shapes = wan.network_shapes(config, wan.TRANSFORMER_TENSORS, both, C=config.camera_dim)
@@ -159,7 +163,8 @@ def transformer_shapes(config: DreamXConfig) -> dict[str, Shape]:
 
 def load_transformer(transformer: nn.Module, source: TensorSource, config: DreamXConfig) -> None:
     """Load this rank's stage and shard of the transformer. Raises ValueError if tensor names or
-    shapes do not match."""
+    shapes do not match.
+    """
     load_strict(transformer, source, transformer_shapes(config), RULES, what="transformer")
 
 
@@ -175,7 +180,7 @@ def adapter_target(transformer: nn.Module, config: DreamXConfig) -> AdapterTarge
 
 def _find_transformer(folder: Path) -> Path | None:
     """Return the path of the transformer in a folder: the folder itself, or a file in it. Return
-    None if the folder contains no transformer.
+    None if the folder does not contain a transformer.
     """
     if not folder.is_dir():
         return None
@@ -184,7 +189,7 @@ def _find_transformer(folder: Path) -> Path | None:
         return single if _is_transformer(single) else None
     if folder.name == _FOLDER and any(folder.glob("*.safetensors")):
         return folder if _is_transformer(folder) else None
-    # Without weights (`--load-format dummy`), a config is sufficient.
+    # Without weights (`--load-format dummy`), only a config is required.
     config = own_config(folder)
     is_named = config.get("_class_name") == _CLASS or config.get("cam_method") == "prope"
     return folder if is_named else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architecture of a DreamX-World-5B checkpoint (`DreamXConfig`) and its serving options
+"""The architecture of a DreamX-World-5B checkpoint (`DreamXConfig`) and its serving options
 (`DreamXOptions`).
 
 The architecture comes from the checkpoint's config or tensors. Unknown keys and unsupported values
@@ -34,26 +34,26 @@ from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.stream import StreamModelSetup
 
 FPS: Final = 16.0
-"""Frame rate in training, in frames per second."""
+"""Training frame rate in frames per second."""
 FOCAL_PIXELS: Final = 969.6969696969696
 REFERENCE_SIZE: Final = (1920, 1080)
-"""`FOCAL_PIXELS` is the focal length of the training videos in pixels, for frames with the width
-and height in `REFERENCE_SIZE`.
+"""Frame size (width, height), in pixels, for which `FOCAL_PIXELS` gives the training videos' focal
+length.
 """
 GROUP: Final = 4
-"""Number of channels in a group that is multiplied by the camera's 4x4 matrix."""
+"""Number of channels in a group. Each group is multiplied by the camera's 4x4 matrix."""
 _SHIFT: Final = 5.0
 _WINDOW, _SINK, _CHUNK = 12, 3, 3
 
 
 @dataclass(frozen=True)
 class DreamXConfig(Trunk5BConfig):
-    """Architecture of the causal transformer. The defaults are those of the released model."""
+    """Architecture of the causal transformer. The defaults describe the released model."""
 
     camera_compression: int = 4
-    """Width of the network divided by the width of the camera branch."""
+    """Network width divided by the camera branch's width."""
     camera_blocks: tuple[int, ...] = tuple(range(30))
-    """Indices of the layers with a camera branch."""
+    """Indices of the layers that have a camera branch."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,8 +75,8 @@ class DreamXConfig(Trunk5BConfig):
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "DreamXConfig":
-        """Read a transformer's `config.json` with the keys of either layout. An empty mapping
-        results in the config of the released model.
+        """Read a transformer's `config.json`, with the keys of either layout. An empty mapping
+        gives the released model's config.
 
         Raises:
             ValueError: A key is unknown, or a value is not supported.
@@ -103,8 +103,8 @@ _IGNORED = (
     "in_dim_control_adapter",
     "downscale_factor_control_adapter",
 )
-"""Keys that are ignored. The keys of the control adapter have no effect, because this network has
-no control adapter."""
+"""Keys that are ignored. The control adapter's keys have no effect, because this network has no
+control adapter."""
 
 PRESETS: Final[Mapping[PresetName, Preset]] = {
     "reference": Preset(),
@@ -121,12 +121,12 @@ PRESETS: Final[Mapping[PresetName, Preset]] = {
 
 
 class DreamXOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`StreamingOptions`, and the additional options of DreamX-World."""
+    """`StreamingOptions` and the options specific to DreamX-World."""
 
     presets: ClassVar[Mapping[PresetName, Preset]] = PRESETS
 
     denoising_steps: list[int] = msgspec.field(default_factory=lambda: [1000, 750, 500, 250])
-    """Denoise steps of a chunk. Step s refers to entry 1000 - s of the timestep table with shift 5.
+    """Denoise steps per chunk. Step s refers to entry 1000 - s of the timestep table with shift 5.
     """
     round_timesteps: bool | None = None
     """Whether timesteps are rounded to bf16 (1000, 936, 832, 624), as the original does on a GPU.
@@ -136,22 +136,23 @@ class DreamXOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, k
     context_timestep: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 0.1
     """Timestep of the context pass, which writes the keys and values for later chunks."""
     camera_reference: Literal["chunk", "start"] = "chunk"
-    """Pose to which the poses of a chunk are relative. `chunk`: the last pose of the previous
-    chunk, as in the release. `start`: the pose at the start of the session.
+    """Pose that a chunk's poses are relative to. `chunk`: the last pose of the previous chunk, as
+    in the release. `start`: the session's start pose.
     """
     key_step: Annotated[float, msgspec.Meta(gt=0, le=100)] = 0.075
-    """Movement per video frame while a movement key is held, in the units of the poses."""
+    """Movement per video frame while a movement key is held, in pose units."""
     key_degrees: Annotated[float, msgspec.Meta(gt=0, le=45)] = 1.5
     """Rotation per video frame while a look key is held, in degrees."""
     color_correction: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
-    """Strength of the colour correction of frames. 0 disables the correction. The request option
-    `color_correction` overrides this value for one chunk.
+    """Strength of the frames' colour correction. 0 disables the correction. The `color_correction`
+    request option overrides this value for one chunk.
     """
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "DreamXOptions":
-        """Parse the options. If a value is invalid, the method raises a ValueError with the value
-        and the allowed values."""
+        """Parse the options. If a value is invalid, the method raises a ValueError that contains
+        the value and the allowed values.
+        """
         parsed = cls.read_options(options)
         try:
             parsed.schedule(rounded=False)
@@ -160,14 +161,14 @@ class DreamXOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, k
         return parsed
 
     def rounds_timesteps(self, dtype: torch.dtype) -> bool:
-        """Return whether timesteps are rounded for a network of `dtype`."""
+        """Return whether timesteps are rounded for a network that has this dtype."""
         if self.round_timesteps is None:
             return dtype == torch.bfloat16
         return self.round_timesteps
 
     def schedule(self, *, rounded: bool) -> FewStepSchedule:
-        """Return the denoise steps of a chunk. The level of the noise that is added between steps
-        is never rounded.
+        """Return a chunk's denoise schedule. The level of the noise added between steps is never
+        rounded.
 
         Raises:
             ValueError: A step is not in the timestep table.
@@ -192,7 +193,8 @@ DreamXStream = StreamModelSetup[DreamXConfig, DreamXOptions]
 
 def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> DreamXStream:
     """Read the family's part of `hf_config` and the serving options. Raises ValueError if either is
-    invalid."""
+    invalid.
+    """
     options = DreamXOptions.parse(omni.model)
     config = DreamXConfig.from_checkpoint(checkpoint["transformer"])
     plan = resolve_chunks(
@@ -204,10 +206,11 @@ def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> DreamXStream
 
 
 def check_sinks(plan: ChunkPlan) -> None:
-    """Raise ValueError if there are more sink frames than frames in the first chunk, unless
-    attention is global.
+    """Raise ValueError if attention is not global and there are more sink frames than frames in the
+    first chunk.
 
-    In the original, such frames would retain the keys and values of a noisy pass.
+    In the original, the sink frames after the first chunk would retain keys and values computed
+    from noisy latents.
     """
     if plan.first_chunk_frames < plan.sink_frames < plan.window_frames:
         raise ValueError(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describes the `dreamx_world` family for the command line, the config parser, the endpoints and
-`vllm-omni plan`."""
+`vllm-omni plan`.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Download of DreamX-World-5B (autoregressive), with the VAE, text encoder and tokenizer of
+"""Download DreamX-World-5B (autoregressive), with the VAE, text encoder and tokenizer of
 Wan2.2-TI2V-5B.
 
-Download sizes come from public file lists. The licence of the transformer is known only from third
-parties, who report "mit" on the model card. Users must therefore accept this licence.
+Download sizes come from public file lists. The transformer's licence is known only from third-party
+sources, which report that the model card states "mit". Users must therefore accept the licence
+explicitly.
 """
 
 from pathlib import Path
@@ -27,11 +28,11 @@ RELEASES = {"dreamx_world": HubSource(PIECES, licence=_LICENCE)}
 
 
 def check_complete(path: Path) -> None:
-    """Raise ValueError unless all components exist and the transformer's tensors have the right
-    names and shapes.
+    """Raise ValueError if a component is missing or if the transformer's tensors have wrong names
+    or shapes.
 
-    Only file names and headers are read. The tensors of the other components are checked when they
-    are loaded.
+    The check reads only file names and headers. The tensors of the other components are checked
+    when they are loaded.
     """
     from vllm_omni.model_executor.models.dreamx_world.checkpoint import (
         RULES,

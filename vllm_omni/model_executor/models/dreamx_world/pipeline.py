@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The DreamX-World pipeline: chunks of four denoise steps and a context pass at t = 0.1.
+"""The DreamX-World pipeline: each chunk takes four denoise steps and a context pass at t = 0.1.
 
     x = noise(seed, chunk, 0)
     for i, t in enumerate(timesteps):
@@ -11,9 +11,9 @@
     advance the session                                      commit
 
 In the first chunk, latent frame 0 of x is the start image in every step, at timestep 0. In the
-original, the position of a frame is its slot in the window. Attention depends only on differences
-of positions, so in this implementation frames keep their absolute positions and the sink frames
-move along (`SinkWindow`).
+original, a frame's position is its slot in the window. Attention depends only on position
+differences, so in this implementation frames keep their absolute positions and the sink frames move
+with the window (`SinkWindow`).
 
 `DreamXWorld` is the model and does not depend on the engine; vLLM loads `DreamXWorldPipeline`,
 which owns the model.
@@ -91,7 +91,7 @@ _TENSORS = ("image", "poses", "intrinsics", *ACTION_TENSORS)
 
 
 class DreamXSession(StreamingSession[KVWindow, CameraState]):
-    """A DreamX-World session. Its only family-specific state is the state of the camera."""
+    """A DreamX-World session. Its only family-specific state is the camera state."""
 
     def restore_values(
         self, retained: SessionScalars, saved: SavedTensors, device: torch.device
@@ -105,22 +105,22 @@ class DreamXSession(StreamingSession[KVWindow, CameraState]):
 
 @dataclass(eq=False, kw_only=True)
 class DreamXChunk(StreamingChunk[KVWindow, CameraState]):
-    """One chunk in flight. `own` is the state of the camera after the chunk."""
+    """One chunk in flight. `own` is the camera state after the chunk."""
 
     schedule: FewStepSchedule
-    """Denoise schedule of the chunk."""
+    """The chunk's denoise schedule."""
     color_correction: float
     """Strength of the colour correction in [0, 1]."""
     camera: torch.Tensor | None = None
-    """Camera matrices of the chunk (`PosedItem.camera`). None on the VAE stage."""
+    """The chunk's camera matrices (`PosedItem.camera`). None on the VAE stage."""
 
 
 class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`DiffusionParams.options` of one chunk."""
 
     color_correction: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    """Strength of the colour correction of this chunk's frames. Default: the value of the server
-    option."""
+    """Strength of the colour correction for this chunk's frames. Default: the server option's
+    value."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class ChunkInputs:
     image: torch.Tensor | None
     """Start image for the first chunk of a session, uint8 [H, W, 3] of any size."""
     camera: ChunkCamera
-    """The camera of the chunk."""
+    """The chunk's camera input."""
     color_correction: float
     """Strength of the colour correction in [0, 1]."""
 
@@ -143,8 +143,9 @@ Request = DiffusionRequest[DreamXSession, DreamXChunk]
 
 
 def read_chunk(request: Request, served: DreamXOptions) -> ChunkInputs:
-    """Validate the request of one chunk against its session. Raises `RequestFailed` if the request
-    is invalid."""
+    """Validate a chunk request against its session. Raises `RequestFailed` if the request is
+    invalid.
+    """
     params, session = request.params, request.session
     session.window.check_frames(session.next_frames())
     check_unused(params, actions=True)
@@ -203,8 +204,8 @@ class DreamXWorld(StreamingModel[DreamXSession, DreamXChunk]):
         self.text_encoder, self.image_encoder, self.transformer, self.prompts = build_networks(
             setup, DreamXTransformer
         )
-        # Every rank with layers encodes. The first stages read the latents of the start image, and
-        # the last stages retain them.
+        # Every rank that holds layers encodes the start image. The first stage reads the image's
+        # latents, and the last stage retains them.
         self.vae, self.tiny_vae, decoder = build_autoencoders(
             setup, encodes=not setup.parallel.is_vae_stage, rounding="truncate"
         )
@@ -309,8 +310,9 @@ class DreamXWorld(StreamingModel[DreamXSession, DreamXChunk]):
         self.start_chunk(request, chunk)
 
     def start_step(self, request: Request) -> None:
-        """Compute the K/V of the prompt and move the sink frames, once per chunk. The call is
-        collective under tensor parallelism."""
+        """Compute the prompt's K/V and move the sink frames, once per chunk. The call is collective
+        under tensor parallelism.
+        """
         chunk = request.work
         self.prompts.complete_chunk(chunk)
         if request.step == 0 and isinstance(chunk.window, SinkWindow):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DreamX-World's causal diffusion transformer: Wan 2.2's 5B transformer with a camera branch.
+"""DreamX-World's causal diffusion transformer: the Wan 2.2 5B transformer with a camera branch.
 
 The camera branch (PRoPE) runs in parallel with self-attention and has the same input and the same
-gate. The queries, keys and values of the branch are multiplied by the camera projection of their
-frame, in groups of four channels. The branch attends only to tokens of the current chunk and needs
-no cache.
+gate. The branch's queries, keys and values are multiplied by their frame's camera projection, in
+groups of four channels. The branch attends only to the current chunk's tokens, so it needs no
+cache.
 
-Maths: AMAP-ML/DreamX-World @ a1f4c6e, the network of the autoregressive script.
+Maths: AMAP-ML/DreamX-World @ a1f4c6e, the network used by the autoregressive script.
 """
 
 # B batch entries (one chunk of one session each), T tokens of a chunk on this rank, F frames, D
@@ -39,8 +39,9 @@ from vllm_omni.model_executor.models.wan.transformer.transformer import WanBlock
 
 
 def project(x_BTD: torch.Tensor, matrices_BT44: torch.Tensor) -> torch.Tensor:
-    """Multiply each group of four channels by the matrix of its token, in fp32. The result has the
-    dtype of `x_BTD`."""
+    """Multiply each group of four channels by its token's matrix, in fp32. The result has the dtype
+    of `x_BTD`.
+    """
     groups = x_BTD.float().unflatten(-1, (-1, GROUP)).unbind(-1)
     rows = matrices_BT44.unsqueeze(-3).unbind(-2)  # [B, T, 1, 4] each
     products = []
@@ -66,7 +67,7 @@ def rms_project(
 
 @dataclass(frozen=True)
 class DreamXFusedOps(FusedOps):
-    """The pointwise ops of Wan and of the camera branch."""
+    """The pointwise ops of the Wan transformer and of the camera branch."""
 
     project: Callable[..., torch.Tensor] = project
     rms_project: Callable[..., torch.Tensor] = rms_project
@@ -74,15 +75,14 @@ class DreamXFusedOps(FusedOps):
 
 @dataclass(frozen=True, kw_only=True)
 class PosedItem(ChunkItem):
-    """A batch entry with a camera."""
+    """A batch entry with camera matrices."""
 
     camera: torch.Tensor
     """The projection P and its inverse for each token on this rank, fp32 [2, T, 4, 4]."""
 
 
 class CameraAttention(nn.Module):
-    """The camera branch of a block. The parameters of the branch have the same names as in the
-    original."""
+    """The camera branch of a block. Its parameters have the same names as in the original."""
 
     def __init__(
         self,
@@ -111,12 +111,12 @@ class CameraAttention(nn.Module):
         )
 
     def forward(self, x_BTD: Input, items: Sequence[PosedItem], num_tokens: int) -> torch.Tensor:
-        """Return the update of the residual stream, before the gate is applied.
+        """Return the update to the residual stream, before the gate is applied.
 
         Args:
-            x_BTD: Input of self-attention.
+            x_BTD: Input to self-attention.
             items: Batch entries.
-            num_tokens: Number of tokens of a chunk, over all ranks.
+            num_tokens: Number of tokens in a chunk, across all ranks.
         """
         ops, camera = self.fused_ops, stack([item.camera for item in items])
         projections, inverses = camera.unbind(1)
@@ -174,8 +174,9 @@ class CameraBlock(WanBlock):
 
 
 class DreamXTransformer(ChunkTransformer[DreamXConfig]):
-    """This rank's part of the network. The parameters of a new network are uninitialised and have
-    torch's default dtype and device."""
+    """This rank's part of the network. The parameters of a new instance are uninitialised and use
+    torch's default dtype and device.
+    """
 
     fused_ops_type = DreamXFusedOps
     moving_fields = (*ChunkTransformer.moving_fields, "camera")
@@ -187,8 +188,9 @@ class DreamXTransformer(ChunkTransformer[DreamXConfig]):
         return CameraBlock if layer in self.config.camera_blocks else WanBlock
 
     def camera(self, matrices_2F44: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-        """Return `PosedItem.camera` from the matrices of each latent frame (`projections`), for a
-        chunk of latent `size` [channels, F, h, w]."""
+        """Return `PosedItem.camera` for a chunk of latent `size` [channels, F, h, w], given each
+        latent frame's matrices (`projections`).
+        """
         _, patch_height, patch_width = self.config.patch_size
         per_frame = size[2] * size[3] // (patch_height * patch_width)
         per_token = matrices_2F44.repeat_interleave(per_frame, dim=1)

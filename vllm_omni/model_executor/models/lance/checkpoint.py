@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locates the components of a Lance checkpoint, given the repository's root or one of its folders.
+"""Locate the components of a Lance checkpoint, given the repository's root or one of its folders.
 
     Lance_3B/ or Lance_3B_Video/   llm_config.json, model.safetensors (or ema.safetensors),
     tokenizer.json
@@ -8,8 +8,7 @@
     Wan2.2_VAE.pth
 
 This module only locates files; `weights.py` loads them. A missing component is an error only when
-the component is needed (`require`). Therefore, an engine with dummy weights can start from config
-files alone.
+it is needed (`require`), so an engine with dummy weights can start from config files alone.
 """
 
 from dataclasses import dataclass
@@ -26,8 +25,8 @@ from vllm_omni.model_executor.models.lance.config import (
 
 IMAGE_FOLDER, VIDEO_FOLDER, VISION_FOLDER = "Lance_3B", "Lance_3B_Video", "Qwen2.5-VL-ViT"
 LAYOUTS = ("image", "video", "repository")
-"""Layouts that `make-tiny` can write: a repository with the image decoder, the video decoder, or
-both.
+"""Layouts that `make-tiny` can write: a repository that contains the image decoder, the video
+decoder, or both.
 """
 
 _WEIGHTS = ("model.safetensors", "ema.safetensors")
@@ -37,20 +36,20 @@ _BASE_DIM, _DECODER_BASE_DIM = 160, 256
 
 @dataclass(frozen=True)
 class LanceLayout:
-    """Paths of a checkpoint's components. A missing component is None."""
+    """Paths of a checkpoint's components. The path of a missing component is None."""
 
     root: Path
-    """Root folder of the repository."""
+    """The repository's root folder."""
     decoder: Path
-    """Folder of the decoder, which contains `llm_config.json`."""
+    """The decoder's folder, which contains `llm_config.json`."""
     weights: Path | None
-    """Weight file of the decoder, or None if it is missing."""
+    """The decoder's weight file, or None if it is missing."""
     tokenizer: Path | None
     """Path of `tokenizer.json`, or None if it is missing."""
     vision: Path | None
-    """Folder of the vision tower, or None if it is missing."""
+    """The vision tower's folder, or None if it is missing."""
     vae: Path | None
-    """Weight file of the autoencoder, or None if it is missing."""
+    """The autoencoder's weight file, or None if it is missing."""
 
     @property
     def video(self) -> bool:
@@ -58,15 +57,15 @@ class LanceLayout:
 
     @property
     def vision_weights(self) -> Path | None:
-        """Return the vision tower's own weight file, or None if there is none."""
+        """Return the vision tower's own weight file, or None if it does not exist."""
         if self.vision is None:
             return None
         files = sorted(self.vision.glob("*.safetensors"))
         return confined(self.vision, files[0].name) if files else None
 
     def require(self) -> None:
-        """Raise ValueError with a single-line message unless the decoder's weights, the tokenizer
-        and the VAE exist.
+        """Raise ValueError with a one-line message if the decoder's weights, the tokenizer or the
+        VAE is missing.
         """
         missing = []
         if self.weights is None:
@@ -87,8 +86,8 @@ class LanceLayout:
         return read_json(path) if path.exists() else {}
 
     def vision_config(self) -> dict[str, Any]:
-        """Return the config of the vision tower. It is read from the tower's folder or, if there is
-        none, from the decoder's config. An empty result stands for the released config.
+        """Return the vision tower's config, read from the tower's folder or, failing that, from the
+        decoder's config. An empty result stands for the released config.
         """
         if self.vision is not None and (self.vision / "config.json").exists():
             values = read_json(self.vision / "config.json")
@@ -98,8 +97,8 @@ class LanceLayout:
         return nested if isinstance(nested, dict) else {}
 
     def max_latent_frames(self) -> int:
-        """Return the number of latent frames in the stored position table. Without weights, return
-        the number in the released checkpoint.
+        """Return the number of latent frames in the stored position table or, without weights, in
+        the released checkpoint's table.
         """
         released = DEFAULTS.max_num_video_latent_frames if self.video else 1
         if self.weights is None:
@@ -115,8 +114,8 @@ class LanceLayout:
         return max(1, shape[0] // cells)
 
     def vae_dims(self) -> tuple[int, int]:
-        """Return the widths of the first level of the encoder and the decoder. They are read from
-        the autoencoder's file. If that file is missing, they are the released widths.
+        """Return the first-level widths of the encoder and the decoder, read from the autoencoder's
+        file. If that file is missing, return the released widths.
         """
         if self.vae is None:
             return _BASE_DIM, _DECODER_BASE_DIM
@@ -133,9 +132,7 @@ class LanceLayout:
         return shapes[names[0]][0], shapes[names[1]][0] // 4
 
     def dtype(self) -> str:
-        """Return the dtype of the decoder, which is read from its config or, failing that, from its
-        weights.
-        """
+        """Return the decoder's dtype, read from its config or, failing that, from its weights."""
         stated = self.llm_config()
         for key in ("dtype", "torch_dtype"):
             if isinstance(stated.get(key), str):
@@ -150,10 +147,10 @@ def find_layout(path: Path) -> LanceLayout:
     to it.
 
     If the repository contains both decoders, the image decoder is used. To use the video decoder,
-    pass the folder of the video decoder.
+    pass its folder.
 
     Raises:
-        ValueError: `path` contains no decoder. The message is a single line that states what was
+        ValueError: `path` does not contain a decoder. The message is one line that states what was
             found and what was expected.
     """
     root, chosen = path, None
@@ -203,11 +200,11 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return the fields of vLLM's config object for this checkpoint, with values of JSON types.
+    """Return the fields of vLLM's config object for this checkpoint. The values have JSON types.
 
-    The checkpoint needs no weight files. In addition to the keys that vLLM reads, the result has
-    the key `lance`. Its value contains `llm` and `vision` (the configs as stored),
-    `max_latent_frames` and `vae_dims`.
+    No weight files are required. In addition to the keys that vLLM reads, the result has a `lance`
+    key. Its value contains `llm` and `vision` (the configs as stored), `max_latent_frames` and
+    `vae_dims`.
     """
     layout = find_layout(path)
     llm, vision = layout.llm_config(), layout.vision_config()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architecture of a Lance checkpoint (`LanceConfig`), constants (`LanceDefaults`) and serving
+"""The architecture of a Lance checkpoint (`LanceConfig`), constants (`LanceDefaults`) and serving
 options (`LanceOptions`).
 
-The architecture is read from `llm_config.json`, the vision tower's `config.json` and the header of
-the weight file; a value that this code does not implement is an error. Public implementations of
-Lance differ from each other, and the option `convention` selects the one to follow (`CONVENTIONS`).
+The architecture is read from `llm_config.json`, the vision tower's `config.json` and the weight
+file's header. A value that this code does not support is an error. Public implementations of Lance
+differ from each other. The `convention` option selects the one to follow (`CONVENTIONS`).
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ FRAMES_PER_LATENT = 4
 LATENT_CHANNELS = 48
 TIMESTEP_FREQUENCIES = 256
 TOKENS_PER_STEP = 4
-"""Number of text tokens that an understanding request decodes in one engine step."""
+"""Number of text tokens decoded for an understanding request in one engine step."""
 
 Task = Literal["t2i", "image_edit", "t2v", "i2v", "video_edit", "x2t_image", "x2t_video", "t2t"]
 TASKS: tuple[Task, ...] = (
@@ -33,13 +33,13 @@ TASKS: tuple[Task, ...] = (
     "x2t_image",
     "x2t_video",
 )
-"""Tasks of the original. In addition, this package supports `t2t`, a conversation that consists of
-text only.
+"""The original's tasks. This package also supports `t2t`, a conversation that consists of text
+only.
 """
 READING_TASKS: tuple[Task, ...] = ("x2t_image", "x2t_video", "t2t")
 """Tasks of understanding requests, which generate text."""
 VIDEO_TASKS: tuple[Task, ...] = ("t2v", "i2v", "video_edit")
-"""Tasks that generate video latents, for which only the video checkpoint was trained."""
+"""Tasks that generate video latents. Only the video checkpoint was trained for them."""
 EDIT_TASKS: tuple[Task, ...] = ("image_edit", "video_edit")
 """Tasks with a reference image or video."""
 
@@ -48,38 +48,40 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 @dataclass(frozen=True)
 class LanceDefaults:
-    """Constants of the released model, and default values of requests."""
+    """Constants of the released model, and default values for requests."""
 
     max_latent_size: int = 64
-    """Number of latent rows, and of latent columns, in the position table."""
+    """Side length of the position table, in latent cells."""
     max_num_video_latent_frames: int = 31
-    """Number of latent frames in the position table of the video checkpoint."""
+    """Number of latent frames in the video checkpoint's position table."""
     timestep_shift: float = 3.5
     """Shift of the timesteps."""
     num_timesteps: int = 30
     """Number of denoise steps."""
     cfg_text_scale: float = 4.0
-    """Scale of classifier-free guidance against the context without the user's text."""
+    """Scale of the classifier-free guidance against the context without the user's text."""
     cfg_interval: tuple[float, float] = (0.4, 1.0)
-    """Interval (low, high) of timesteps t with guidance: low < t <= high."""
+    """Interval (low, high) of the timesteps t with guidance: low < t <= high."""
     cfg_renorm_type: str = "global"
     """Renormalisation of the guided velocity; see `ClassifierFreeGuidance.renorm`."""
     cfg_renorm_min: float = 0.0
     """Lower bound on the factor by which the renormalisation scales the velocity."""
     seed: int = 42
-    """Seed of requests that do not set one."""
+    """Seed for requests that do not set one."""
     max_text_tokens: int = 256
     """Maximum number of text tokens for understanding requests that do not set a limit."""
     fps: float = 12.0
-    """Frame rate of generated videos, and the rate at which input videos are sampled."""
+    """Frame rate of generated videos, and the rate at which input videos are sampled, in frames per
+    second.
+    """
     video_seconds: float = 6.0
-    """Maximum duration in seconds of the part of an input video that is used."""
+    """Maximum duration of the part of an input video that is used, in seconds."""
     image_size: tuple[int, int] = (768, 768)
-    """(height, width) of an image in pixels if the request does not set it."""
+    """(height, width) of an image in pixels if the request does not set a size."""
     video_size: tuple[int, int] = (480, 848)
-    """(height, width) of a video in pixels if the request does not set it."""
+    """(height, width) of a video in pixels if the request does not set a size."""
     num_frames: int = 49
-    """Number of frames of a video if the request does not set it."""
+    """Number of frames in a video if the request does not set a length."""
 
 
 DEFAULTS = LanceDefaults()
@@ -87,8 +89,8 @@ DEFAULTS = LanceDefaults()
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """Architecture of the Qwen2.5-VL vision tower, with the field names of transformers. The
-    defaults describe the released tower.
+    """Architecture of the Qwen2.5-VL vision tower. The field names follow Hugging Face
+    Transformers. The defaults describe the released tower.
     """
 
     depth: int = 32
@@ -100,19 +102,19 @@ class VisionConfig:
     intermediate_size: int = 3420
     """Width of the feed-forward layers."""
     in_channels: int = 3
-    """Number of channels of an image."""
+    """Number of image channels."""
     patch_size: int = 14
-    """Side of a patch in pixels."""
+    """Side length of a patch in pixels."""
     temporal_patch_size: int = 2
     """Number of frames per patch."""
     spatial_merge_size: int = 2
-    """Side in patches of the squares that are merged into one token."""
+    """Side length of the squares merged into one token, in patches."""
     window_size: int = 112
-    """Side of an attention window in pixels."""
+    """Side length of an attention window in pixels."""
     fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
     """Indices of the layers that attend to all tokens instead of a window."""
     out_hidden_size: int = 2048
-    """Width of the embeddings that the tower returns. It equals the width of the decoder."""
+    """Width of the embeddings that the tower returns. It is equal to the decoder's width."""
     tokens_per_second: int = 2
     """Number of temporal positions per second of video."""
     hidden_act: str = "silu"
@@ -132,8 +134,8 @@ class VisionConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "VisionConfig":
-        """Read the architecture from a Qwen2.5-VL vision config. Keys without a field are ignored,
-        because they do not affect inference.
+        """Read the architecture from a Qwen2.5-VL vision config. Keys that have no field here are
+        ignored, because they do not affect inference.
         """
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         if "in_channels" not in known and "in_chans" in values:
@@ -143,8 +145,8 @@ class VisionConfig:
         return cls(**known)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return constructor arguments for transformers' `Qwen2_5_VLVisionConfig`. The values have
-        JSON types.
+        """Return the constructor arguments for transformers' `Qwen2_5_VLVisionConfig`. The values
+        have JSON types.
         """
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {**values, "fullatt_block_indexes": list(self.fullatt_block_indexes)}
@@ -152,8 +154,8 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class LanceConfig:
-    """Architecture of the decoder with its two experts and of the latent projections. The defaults
-    describe the released 3B model.
+    """Architecture of the decoder, with its two experts, and of the latent projections. The
+    defaults describe the released 3B model.
     """
 
     hidden_size: int = 2048
@@ -171,11 +173,11 @@ class LanceConfig:
     rope_theta: float = 1e6
     """Base of the rotary frequencies."""
     mrope_section: tuple[int, int, int] = (16, 24, 24)
-    """Number of rotary frequencies for time, height and width."""
+    """Numbers of rotary frequencies for time, height and width."""
     vocab_size: int = 151936
     """Number of entries in the text embedding table."""
     max_latent_size: int = DEFAULTS.max_latent_size
-    """Number of latent rows, and of latent columns, in the position table."""
+    """Side length of the position table, in latent cells."""
     max_latent_frames: int = 1
     """Number of latent frames in the position table: 1 in the image checkpoint, 31 in the video
     checkpoint.
@@ -183,8 +185,7 @@ class LanceConfig:
     vision: VisionConfig = field(default_factory=VisionConfig)
     """Architecture of the vision tower."""
     special: Mapping[str, int] = field(default_factory=dict)
-    """Ids of special tokens in the checkpoint's config. They must equal the ids of the
-    tokenizer.
+    """Ids of special tokens in the checkpoint's config. They must match the tokenizer's ids.
     """
 
     def __post_init__(self) -> None:
@@ -217,7 +218,9 @@ class LanceConfig:
 
     @property
     def max_side(self) -> int:
-        """Return the largest height and width in pixels that the position table covers."""
+        """Return the largest height and width, in pixels, for which the position table has
+        entries.
+        """
         return self.max_latent_size * PIXELS_PER_LATENT
 
     @property
@@ -231,9 +234,9 @@ class LanceConfig:
         """Read the architecture from a checkpoint's configs.
 
         Args:
-            values: Content of `llm_config.json` (Qwen2.5-VL keys). Empty for the released config.
-            vision: Config of the vision tower. Empty for the released config.
-            latent: The fields `max_latent_size` and `max_latent_frames`.
+            values: Contents of `llm_config.json` (Qwen2.5-VL keys). Empty for the released config.
+            vision: The vision tower's config. Empty for the released config.
+            latent: The `max_latent_size` and `max_latent_frames` fields.
 
         Raises:
             ValueError: Some values are not supported. The message names each unsupported value.
@@ -286,9 +289,10 @@ _SPECIAL_KEYS = {
 
 @dataclass(frozen=True)
 class LanceChoices:
-    """Settings in which the public implementations of Lance differ.
+    """Settings that differ between the public implementations of Lance.
 
-    The defaults follow the original's code path that uses a K/V cache, with two exceptions.
+    The defaults follow the original's code path that uses a K/V cache, except for references and
+    the vision tower.
     """
 
     drawing_prompt: Literal["template", "wrapped"] = "template"
@@ -302,9 +306,9 @@ class LanceChoices:
     prompt is placed between these two tokens.
     """
     edit_apostrophe: Literal["typographic", "ascii"] = "typographic"
-    """Apostrophe in the system prompts of edits: U+2019 (`typographic`) or `ascii`."""
+    """Apostrophe in the system prompts for edits: U+2019 (`typographic`) or ASCII (`ascii`)."""
     uncond_positions: Literal["cond", "own"] = "cond"
-    """Positions, in the unconditional context, of the tokens after the user's text: the same as in
+    """Positions of the tokens after the user's text in the unconditional context: the same as in
     the conditional context (`cond`, as in the published results), or recomputed (`own`).
     """
     i2v_noise_place: Literal["behind_text", "before_text"] = "behind_text"
@@ -312,19 +316,20 @@ class LanceChoices:
     or at the start of the user's text (`before_text`).
     """
     understanding_video: Literal["bucket", "smart_resize"] = "bucket"
-    """Preparation of a clip in understanding requests: the size of a bucket at 12 frames per second
-    (`bucket`), or Qwen2-VL's resize of each frame, up to `max_num_frames` frames (`smart_resize`).
+    """How a clip in an understanding request is prepared: resized to a bucket and sampled at 12
+    frames per second (`bucket`), or every frame resized as in Qwen2-VL, up to `max_num_frames`
+    frames (`smart_resize`).
     """
     understanding_vit_time: Literal["running", "origin"] = "running"
-    """Temporal positions of the vision block in understanding requests: they continue the positions
-    of the text (`running`) or start at 1000 (`origin`).
+    """Temporal positions of the vision block in understanding requests: they continue from the text
+    positions (`running`) or start at 1000 (`origin`).
     """
     position_table: Literal["computed", "checkpoint"] = "computed"
-    """3-D table of latent positions: computed (`computed`), or read from the checkpoint
-    (`checkpoint`)."""
+    """Source of the 3-D table of latent positions: computed (`computed`), or read from the
+    checkpoint (`checkpoint`)."""
     reference_latent: Literal["mean", "sample"] = "mean"
     """Latents of a reference image: the mean of the encoder's posterior (`mean`), or a random
-    sample of it, as in the original (`sample`).
+    sample from it, as in the original (`sample`).
     """
     pixel_rounding: Literal["round", "truncate"] = "round"
     """Rounding of decoded pixels: to the nearest level (`round`) or down (`truncate`)."""
@@ -350,19 +355,19 @@ CONVENTIONS: Final[dict[Convention, LanceChoices]] = {
 
 
 class LanceOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Serving options of Lance: the fields of `ModelOptions` and those defined here."""
+    """Serving options for Lance: the fields of `ModelOptions` and those defined here."""
 
     convention: Convention = "original"
-    """Public implementation to follow where implementations differ: `original` (the default) or
+    """Public implementation to follow where the implementations differ: `original` (the default) or
     `vllm_omni`. The model's README lists the differences."""
     max_image_pixels: Positive = 1024 * 1024
     """Maximum `width * height` of a generated image. The server reserves memory for this size."""
     max_video_pixels: Positive = 480 * 848
     """Maximum `width * height` of a generated video. The server reserves memory for this size."""
     max_num_frames: Positive = 121
-    """Maximum number of frames of a generated video."""
+    """Maximum number of frames in a generated video."""
     max_new_tokens: Positive = 2048
-    """Maximum number of text tokens of an understanding request."""
+    """Maximum number of text tokens generated per understanding request."""
 
     @property
     def choices(self) -> LanceChoices:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes the `lance` family to the command line, the config parser and the endpoints."""
+"""Describes the `lance` family for the command line, the config parser and the endpoints."""
 
 from typing import Any
 
@@ -33,8 +33,8 @@ def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
 
 
 def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
-    """Return the capabilities of a checkpoint. The video checkpoint also generates images, but at
-    sizes other than those of the image checkpoint.
+    """Return a checkpoint's capabilities. The video checkpoint also generates images, with a
+    default size that differs from its video size.
     """
     options, lance = LanceOptions.parse(omni.model), lance_config(config["lance"])
     videos = lance.makes_video

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face repositories of Lance, and a check that a downloaded checkpoint is complete."""
+"""The Hugging Face repositories of Lance, and a check that a downloaded checkpoint is complete."""
 
 from pathlib import Path
 
@@ -15,8 +15,9 @@ PIECES = (
 
 
 def check_complete(path: Path) -> None:
-    """Raise ValueError unless all components exist and the decoder's tensors have the right names
-    and shapes."""
+    """Raise ValueError if a component is missing or if the decoder's tensors have wrong names or
+    shapes.
+    """
     from vllm_omni.model_executor.checkpoint.loading import check_shapes
     from vllm_omni.model_executor.checkpoint.tensor_files import open_tensors
     from vllm_omni.model_executor.models.lance.checkpoint import (

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resizes images and clips of any size to the sizes on which the model was trained. Resizing runs
-on the model's device.
+"""Resize images and clips of any size to the sizes that the model was trained on. Resizing runs on
+the model's device.
 
 Each preset has six sizes ("buckets") with different aspect ratios and about the same area. An image
 is assigned to the bucket with the nearest aspect ratio. The image is center-cropped to this aspect
-ratio, resized with antialiased bicubic filtering and, for the vision tower, cropped to whole
-patches. For input clips, Qwen2-VL's resize from transformers is available as an alternative.
+ratio and resized with antialiased bicubic filtering. For the vision tower, it is also cropped to
+whole patches. Input clips can instead be resized with Qwen2-VL's method, which comes from
+transformers.
 """
 
 # T frames, H height, W width; sizes are (height, width) in pixels
@@ -30,12 +31,12 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 @dataclass(frozen=True)
 class SizePreset:
-    """Area of a preset's buckets, given as the side of a square with the same area."""
+    """Areas of a preset's buckets, each given as the side length of a square with that area."""
 
     vae: int
-    """Side of the square in pixels for the latent encoder."""
+    """Side length for the latent encoder, in pixels."""
     vit: int
-    """Side of the square in pixels for the vision tower."""
+    """Side length for the vision tower, in pixels."""
 
 
 PRESETS = {
@@ -50,11 +51,11 @@ PRESETS = {
 
 @cache
 def buckets(side: int, multiple: int, max_side: int | None = None) -> tuple[Size, ...]:
-    """Return the six sizes of a preset.
+    """Return a preset's six sizes.
 
     Args:
-        side: Side of the square with the area of the buckets, in pixels.
-        multiple: Number by which all heights and widths are divisible (28 for the vision tower).
+        side: Side length in pixels of a square with the same area as the buckets.
+        multiple: Number of which all heights and widths are multiples (28 for the vision tower).
         max_side: Maximum height and width in pixels, or None for no limit.
     """
     sizes = []
@@ -80,8 +81,8 @@ def nearest_bucket(size: Size, sizes: tuple[Size, ...]) -> int:
 
 
 def crop_box(size: Size, target: Size) -> tuple[int, int, int, int]:
-    """Return (top, left, height, width) of the largest centred crop of `size` with the aspect ratio
-    of `target`.
+    """Return the largest centred crop of `size` with the aspect ratio of `target`, as (top, left,
+    height, width).
     """
     height, width = size
     ratio = target[1] / target[0]
@@ -96,7 +97,7 @@ def fit(frames_THWC: torch.Tensor, resized: Size, final: Size | None = None) -> 
     """Crop uint8 frames [T, H, W, 3] to the aspect ratio of `resized`, resize them, and centre-crop
     them to `final`.
 
-    Resizing is bicubic with antialiasing. As in Pillow, values are rounded to integer levels.
+    Resizing is bicubic with antialiasing, and values are rounded to integer levels, as in Pillow.
 
     Returns:
         Frames [3, T, h, w], fp32, with values from 0 to 255.
@@ -127,7 +128,7 @@ def for_vae(frames_THWC: torch.Tensor, size: Size) -> torch.Tensor:
 
 def for_vit(frames_THWC: torch.Tensor, preset: SizePreset | None) -> torch.Tensor:
     """Convert uint8 frames to fp32 pixels [3, T, h, w] for the vision tower. The pixels are
-    normalised with CLIP's mean and standard deviation.
+    normalised with the CLIP mean and standard deviation.
 
     `preset` determines the buckets. If it is None, the frames are scaled to Qwen2-VL's `smart_size`
     without cropping.
@@ -150,8 +151,8 @@ def for_vit(frames_THWC: torch.Tensor, preset: SizePreset | None) -> torch.Tenso
 
 @cache
 def smart_limits() -> tuple[int, int]:
-    """Return the minimum and maximum number of pixels to which Qwen2-VL's video processor resizes a
-    frame.
+    """Return the minimum and maximum number of pixels in a frame that Qwen2-VL's video processor
+    has resized.
     """
     # Imported lazily, because the command line uses only buckets.
     from transformers import Qwen2VLVideoProcessor
@@ -160,10 +161,10 @@ def smart_limits() -> tuple[int, int]:
 
 
 def smart_size(size: Size) -> Size:
-    """Return the size to which Qwen2-VL's video processor resizes a frame.
+    """Return the size that Qwen2-VL's video processor resizes a frame to.
 
     Raises:
-        ValueError: The ratio of the sides is greater than 200 to 1.
+        ValueError: The aspect ratio is greater than 200 to 1.
     """
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import smart_resize
 
@@ -173,10 +174,10 @@ def smart_size(size: Size) -> Size:
 
 
 def sampled_frames(num_frames: int, fps: float | None) -> torch.Tensor:
-    """Return the indices of the frames of a clip that the model receives, int64. The selected
-    frames are spaced at 12 frames per second, span at most 6 s, and number 4 k + 1.
+    """Return the indices of a clip's frames that the model receives, int64. The selected frames are
+    sampled at 12 frames per second and span at most 6 s. Their number is 4 k + 1.
 
-    `fps` is the frame rate of the clip. If it is None, the clip already has 12 frames per second.
+    `fps` is the clip's frame rate. None: the clip is assumed to have 12 frames per second.
     """
     rate = DEFAULTS.fps if fps is None else round(fps)
     seconds = min(num_frames / max(1, rate), DEFAULTS.video_seconds)

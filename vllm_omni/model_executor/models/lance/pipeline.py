@@ -89,17 +89,17 @@ from vllm_omni.model_executor.vllm_model import (
 )
 
 _MAX_GRAPHS = 16
-"""Maximum number of CUDA graphs. There is one graph per composition of a batch."""
+"""Maximum number of CUDA graphs. There is one graph per batch composition."""
 
 
 @dataclass(frozen=True)
 class LanceSetup:
-    """Resolved and validated constructor arguments of `Lance`."""
+    """Resolved and validated constructor arguments for `Lance`."""
 
     config: LanceConfig
-    """Architecture of the decoder."""
+    """The decoder's architecture."""
     vae_config: VAEConfig
-    """Architecture of the autoencoder."""
+    """The autoencoder's architecture."""
     tokenizer: Path
     """Path of `tokenizer.json`."""
     options: LanceOptions
@@ -115,8 +115,8 @@ class LanceSetup:
     quantization: QuantizationConfig | None = None
     """Quantization of the decoder's weights."""
     fast_paths: tuple[FastPath, ...] = ()
-    """Fast implementations that were considered for this setup, each with the reason if it is not
-    used.
+    """Fast implementations considered for this setup. The entry for an unused implementation
+    contains the reason.
     """
 
     @classmethod
@@ -134,11 +134,11 @@ class LanceSetup:
         """Resolve the options for a checkpoint.
 
         Args:
-            checkpoint: Description of the checkpoint, `hf_config(...)["lance"]`.
-            layout: Components of the checkpoint.
-            omni: Options of the server.
-            dtype: Dtype of the decoder.
-            parallel: Parallelism of this rank. Default: as in vLLM's process groups.
+            checkpoint: Checkpoint description, `hf_config(...)["lance"]`.
+            layout: The checkpoint's components.
+            omni: Server options.
+            dtype: The decoder's dtype.
+            parallel: This rank's parallelism. Default: taken from vLLM's process groups.
             eager: Value of `ServedCheckpoint.eager`.
             quantization: Quantization of the decoder's weights.
             offloads: Value of `ServedCheckpoint.offloads`.
@@ -174,18 +174,18 @@ class LanceSetup:
 
 @dataclass(eq=False)
 class LanceWork:
-    """Working set of a request: either the generation of images or a video, or the generation of
-    text.
+    """A request's working set: the state of either a generation (image or video) or an
+    understanding request.
     """
 
     task: Task
     """Task of the request."""
     generation: ImageGeneration | None = None
-    """State of the generation, or None for an understanding request."""
+    """State of the generation. None for an understanding request."""
     inputs: GenerationInputs | None = None
-    """Validated request of `generation`, or None for an understanding request."""
+    """The validated request of `generation`. None for an understanding request."""
     understanding: UnderstandingChunk | None = None
-    """State of the understanding request, or None for a generation."""
+    """State of the understanding request. None for a generation."""
 
 
 Request = DiffusionRequest[LanceSession, LanceWork]
@@ -225,7 +225,7 @@ class Lance(nn.Module):
         return self.network.language_model.device
 
     def load_checkpoint(self, layout: LanceLayout) -> None:
-        """Load all parameters of this rank strictly.
+        """Load all of this rank's parameters strictly.
 
         Raises:
             ValueError: A component is missing or does not match the model.
@@ -253,8 +253,8 @@ class Lance(nn.Module):
             params, options, lambda text: len(tokens.encode_user(text)), self.config, self.options
         )
         decoder = self.network.language_model
-        # Noise, latents and the velocities of all branches are fp32. Position embeddings have the
-        # dtype of the decoder.
+        # Noise, latents and the velocities of all branches are fp32. Position embeddings use the
+        # decoder's dtype.
         branches = 3 if options.cfg_img_scale > 1.0 else 2
         row = (
             4 * (2 + branches) * self.vae.z_channels
@@ -295,8 +295,8 @@ class Lance(nn.Module):
             request.num_steps = 1 + inputs.num_steps
 
     def _new_cache(self, capacity: int, block: int) -> BranchCache:
-        """Return a cache for a generation. With CUDA graphs, the cache is taken from the pool,
-        because captured graphs refer to the memory of pooled caches.
+        """Return a cache for a generation. With CUDA graphs, the cache comes from the pool, because
+        captured graphs refer to the pooled caches' memory.
         """
         decoder, graphs = self.network.language_model, self.stepper.graphs
         if graphs is None:
@@ -311,7 +311,7 @@ class Lance(nn.Module):
     def denoise_step(
         self, batch: Sequence[Request], hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run one step of the batch and store the results in each request's state. The returned
+        """Run one step for the batch and store the results in each request's state. The returned
         tensor is empty.
         """
         works = [request.work for request in batch]
@@ -403,8 +403,8 @@ class Lance(nn.Module):
     def warmup_inputs(self) -> list[Inputs]:
         """Return requests for the largest image and, if supported, the longest video.
 
-        Each request has one denoise step, or two with CUDA graphs, because the second step is the
-        one that is captured.
+        Each request runs one denoise step. With CUDA graphs, it runs two, because the second step
+        is captured.
         """
         options = self.options
         steps = 1 if self.stepper.graphs is None else 2
@@ -443,7 +443,7 @@ class Lance(nn.Module):
     # -- text -------------------------------------------------------------------------------------
 
     def _understanding_steps(self, understanding: UnderstandingChunk) -> int:
-        """Return the maximum number of engine steps that a text chunk needs."""
+        """Return the maximum number of engine steps that a text chunk can take."""
         return -(-understanding.wanted // TOKENS_PER_STEP)
 
     def _response(
@@ -465,7 +465,7 @@ class Lance(nn.Module):
 
 
 class LancePipeline(CheckpointPipeline[LanceLayout]):
-    """The model class that vLLM's model loader builds and loads with weights. It owns a `Lance`."""
+    """Owns a `Lance`. vLLM's model loader builds this class and loads its weights."""
 
     def find_layout(self, path: Path) -> LanceLayout:
         return find_layout(path)

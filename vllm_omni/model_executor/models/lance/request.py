@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validates Lance's requests.
+"""Validate requests to Lance.
 
-The functions convert the `DiffusionParams` and named tensors of one request to `GenerationInputs`
-or `UnderstandingInputs`. If a value is invalid, they raise `RequestFailed` with the field, the
-value and the allowed values. The functions allocate nothing on the device.
+The functions convert the `DiffusionParams` and named tensors of a request to `GenerationInputs` or
+`UnderstandingInputs`. If a value is invalid, they raise a `RequestFailed` that contains the field,
+the value and the allowed values. They do not allocate device memory.
 """
 
 import math
@@ -75,31 +75,33 @@ class MessageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The options of one request (`DiffusionParams.options`)."""
+    """A request's options (`DiffusionParams.options`)."""
 
     task: Task | None = None
-    """Task of the request. Default: derived from prompt, tensors, `num_frames` and `modalities`."""
+    """Task of the request. Default: derived from the prompt, tensors, `num_frames` and
+    `modalities`."""
     modalities: list[Literal["text", "image", "video"]] | None = None
     """Kind of output to generate: `["text"]`, `["image"]` or `["video"]`. Default: derived from the
     request.
     """
     resolution: str | None = None
-    """Key in `PRESETS` of the preset that determines the size to which references are resized.
-    Default: the preset of the task.
+    """Name of a preset in `PRESETS`, which determines the size that references are resized to.
+    Default: the task's preset.
     """
     origin_fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
-    """Frame rate of the input video. Default: 12 frames per second, so no frame is dropped."""
+    """Frame rate of the input video in frames per second. Default: 12, so no frames are dropped."""
     system_prompt: Annotated[str, msgspec.Meta(max_length=16384)] | None = None
-    """System prompt. Default: the system prompt of the task."""
+    """System prompt. Default: the task's system prompt."""
     cfg_text_scale: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
-    """Alias of `guidance_scale`: scale of the guidance against the context without the user's text.
+    """Alias for `guidance_scale`: scale of the guidance against the context without the user's
+    text.
     """
     cfg_img_scale: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
-    """For edits, scale of the guidance against the context without the reference. 1 disables this
+    """For edits: scale of the guidance against the context without the reference. 1 disables this
     guidance.
     """
     cfg_interval: tuple[Unit, Unit] = DEFAULTS.cfg_interval
-    """Interval (low, high) of timesteps t with guidance: low < t <= high."""
+    """Interval (low, high) of the timesteps t with guidance: low < t <= high."""
     cfg_renorm_type: str | None = DEFAULTS.cfg_renorm_type
     """Renormalisation of the guided velocity: `global`, `channel` or `none`."""
     cfg_renorm_min: Unit = DEFAULTS.cfg_renorm_min
@@ -107,23 +109,23 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     timestep_shift: Annotated[float, msgspec.Meta(gt=0, le=100)] = DEFAULTS.timestep_shift
     """Shift of the timesteps."""
     step_cache: StepCache | None = None
-    """Threshold for skipping denoise steps (`step_cache.py`). Default: every step is computed."""
+    """Threshold for skipping denoise steps (`step_cache.py`). Default: no step is skipped."""
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Maximum number of text tokens. Default: 256, or the server's limit if it is lower."""
     temperature: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.0
     """Temperature of token sampling. 0 selects the most likely token."""
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
-    """Nucleus sampling: tokens are sampled from the most likely tokens with this total probability.
-    1 includes all tokens.
+    """Nucleus sampling: each token is sampled from the most likely tokens whose total probability
+    reaches this value. 1 includes all tokens.
     """
     stop: Annotated[
         list[Annotated[str, msgspec.Meta(min_length=1, max_length=256)]],
         msgspec.Meta(max_length=16),
     ] = msgspec.field(default_factory=list)
-    """Strings that end the generation and are not included in the result, at most 16."""
+    """At most 16 strings that end the generation and are not included in the result."""
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Number of text tokens per request, if several requests of a session generate one text
-    together. Default: a single request generates the whole text.
+    """Number of text tokens per request, if several requests in a session generate one text.
+    Default: one request generates the whole text.
     """
     turns: Annotated[list[MessageOptions], msgspec.Meta(max_length=_MAX_TURNS)] = msgspec.field(
         default_factory=list
@@ -131,7 +133,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Earlier messages of the conversation, at most 256."""
     picture_turn: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """Index in `turns` of the message that contains the image or video. Default: the prompt
-    contains the image or video.
+    contains it.
     """
 
 
@@ -144,13 +146,13 @@ class GenerationInputs:
     prompt: str
     """The user's text."""
     negative_prompt: str | None
-    """User text of the unconditional context, or None for no text."""
+    """User text in the unconditional context. None: no text."""
     system_prompt: str | None
-    """System prompt, or None for the system prompt of the task."""
+    """System prompt. None: the task's system prompt."""
     seed: int
     """Seed of the noise."""
     num_images: int
-    """Number of images to generate. It is 1 for a video."""
+    """Number of images to generate, or 1 for a video."""
     num_steps: int
     """Number of denoise steps."""
     shift: float
@@ -158,17 +160,16 @@ class GenerationInputs:
     guidance: ClassifierFreeGuidance
     """Settings of classifier-free guidance."""
     grid: Grid
-    """Size (T, h, w) of the result in latent cells."""
+    """Size of the result in latent cells, (T, h, w)."""
     fps: float
     """Frame rate of a video, in frames per second."""
     source: torch.Tensor | None
-    """Reference or first frame, uint8 [T, H, W, 3], or None if the request has no image or
-    video.
+    """Reference or first frame, uint8 [T, H, W, 3]. None if the request contains no image or video.
     """
     preset: SizePreset
-    """Preset of the sizes to which a reference is resized for the vision tower."""
+    """Preset that determines the sizes to which a reference is resized for the vision tower."""
     step_cache: float | None = None
-    """Threshold for skipping denoise steps (`step_cache.py`), or None if every step is computed."""
+    """Threshold for skipping denoise steps (`step_cache.py`). None: no step is skipped."""
 
     @property
     def size(self) -> Size:
@@ -188,12 +189,12 @@ class UnderstandingInputs:
     prompt: str
     """The user's text."""
     system_prompt: str | None
-    """System prompt, or None for the system prompt of the task."""
+    """System prompt. None: the task's system prompt."""
     source: torch.Tensor | None
-    """Image (T = 1) or video, uint8 [T, H, W, 3], or None for a request with text only."""
+    """Image (T = 1) or video, uint8 [T, H, W, 3]. None for a request that contains only text."""
     preset: SizePreset | None
-    """Preset of the sizes to which `source` is resized for the vision tower, or None to resize as
-    Qwen2-VL does.
+    """Preset that determines the sizes to which `source` is resized for the vision tower. None:
+    resize as Qwen2-VL does.
     """
     choice: TokenChoice
     """Settings of token sampling."""
@@ -206,13 +207,12 @@ class UnderstandingInputs:
     messages: tuple[ConversationMessage, ...] = ()
     """Earlier messages of the conversation."""
     image_message: int | None = None
-    """Index of the message that contains the image or video, or None if the prompt contains the
-    image or video.
+    """Index of the message that contains the image or video. None: the prompt contains it.
     """
 
 
 def parse_request_options(params: DiffusionParams) -> RequestOptions:
-    """Parse the options of a request.
+    """Parse a request's options.
 
     Raises:
         RequestFailed: An option is invalid (`invalid_request`).
@@ -239,7 +239,7 @@ def parse_request_options(params: DiffusionParams) -> RequestOptions:
 
 
 def possible_tasks(params: DiffusionParams, options: RequestOptions) -> tuple[Task, ...]:
-    """Return the tasks that a request may have, judging only by its parameters, not by its
+    """Return the tasks that a request may have, based only on its parameters, not on its
     tensors.
     """
     if options.task is not None:
@@ -253,7 +253,7 @@ def possible_tasks(params: DiffusionParams, options: RequestOptions) -> tuple[Ta
 def find_task(
     params: DiffusionParams, options: RequestOptions, tensors: Mapping[str, torch.Tensor]
 ) -> Task:
-    """Return the task of a request.
+    """Return a request's task.
 
     Raises:
         RequestFailed: The parameters and tensors contradict each other.
@@ -398,7 +398,7 @@ def read_question(
     tensors: Mapping[str, torch.Tensor],
     served: LanceOptions,
 ) -> UnderstandingInputs:
-    """Validate an understanding request. If it has no prompt, a default prompt requests a
+    """Validate an understanding request. If the request has no prompt, a default prompt asks for a
     description.
 
     Raises:
@@ -448,8 +448,8 @@ def read_question(
 
 
 def _retains_frames(task: Task, served: LanceOptions) -> bool:
-    """Return whether an input clip is processed like in Qwen2-VL's video processor, which uses and
-    scales every frame without cropping.
+    """Return whether an input clip is processed as in Qwen2-VL's video processor, which scales
+    every frame without cropping.
     """
     return task == "x2t_video" and served.choices.understanding_video == "smart_resize"
 
@@ -477,10 +477,10 @@ def _check_retained_clip(
 
 
 def reply_tokens(options: RequestOptions, served: LanceOptions) -> int:
-    """Return the maximum number of text tokens of a request.
+    """Return the maximum number of text tokens for a request.
 
     Raises:
-        RequestFailed: The requested number is not allowed.
+        RequestFailed: The requested number of tokens is not allowed.
     """
     wanted = (
         min(DEFAULTS.max_text_tokens, served.max_new_tokens)
@@ -495,7 +495,7 @@ def reply_tokens(options: RequestOptions, served: LanceOptions) -> int:
 
 
 def _clip(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Return the image or video of a request as uint8 [T, H, W, 3], or None if there is none.
+    """Return a request's image or video as uint8 [T, H, W, 3], or None if it contains neither.
 
     Raises:
         RequestFailed: The tensors are invalid.
@@ -541,15 +541,15 @@ def largest_needs(
     config: LanceConfig,
     served: LanceOptions,
 ) -> tuple[int, int]:
-    """Return upper bounds on the number of cache slots and latent tokens of a request, without
-    reading its tensors.
+    """Return upper bounds on the number of cache slots and the number of latent tokens that a
+    request needs, without reading its tensors.
 
     Args:
-        params: Parameters of the request.
-        options: Parsed options of the request.
-        count_tokens: Function that returns the number of tokens of a text.
-        config: Architecture of the model.
-        served: Options of the server.
+        params: The request's parameters.
+        options: The request's parsed options.
+        count_tokens: Function that returns the number of tokens in a text.
+        config: The model's architecture.
+        served: The server's options.
 
     Raises:
         RequestFailed: A size is out of range.

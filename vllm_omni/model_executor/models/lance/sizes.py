@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Determines the latent grid of a generated image or video from the requested size, the server's
-default, or the bucket of a reference.
+"""Determine the latent grid of a generated image or video from the requested size, the server's
+default, or a reference's bucket.
 
 If a size exceeds the position table or the server's limits, the error lists the allowed sizes.
 """
@@ -32,7 +32,7 @@ from vllm_omni.outputs import RequestFailed
 def generation_grid(
     params: DiffusionParams, task: Task, config: LanceConfig, served: LanceOptions
 ) -> Grid:
-    """Return the latent grid of a request without a reference.
+    """Return the latent grid for a request without a reference.
 
     Raises:
         RequestFailed: The size is not supported (`unsupported_size`).
@@ -66,8 +66,8 @@ def generation_grid(
 
 
 def default_size(video: bool, served: LanceOptions) -> Size:
-    """Return the default size of the released model or, if this server does not allow that size,
-    the largest square that the server allows.
+    """Return the released model's default size or, if this server does not allow that size, the
+    largest square that the server allows.
     """
     size, limit = (
         (DEFAULTS.video_size, served.max_video_pixels)
@@ -94,9 +94,7 @@ def _size(height: int, width: int, video: bool, config: LanceConfig, limit: int)
 
 
 def reference_grid(shape: tuple[int, ...], preset: SizePreset, config: LanceConfig) -> Grid:
-    """Return the latent grid for a reference of shape [T, H, W, 3]. It is the grid of the nearest
-    bucket.
-    """
+    """Return the latent grid of the bucket nearest to a reference of shape [T, H, W, 3]."""
     sizes = buckets(preset.vae, LATENT_MULTIPLE, config.max_side)
     height, width = sizes[nearest_bucket((shape[1], shape[2]), sizes)]
     return (

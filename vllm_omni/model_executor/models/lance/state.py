@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a Lance session between requests (`LanceSession`).
+"""A Lance session's state between requests (`LanceSession`).
 
-Image and video requests leave no state. If several requests generate a text
+Image and video requests leave no state. If several requests generate one text
 (`options.chunk_tokens`), the session retains the K/V cache of the prompt and the text, and each
-further request continues the text. A request that is aborted or fails leaves the session unchanged,
-because the cache entries that it has written lie beyond the committed length.
+later request continues the text. If a request fails or is aborted, the session's state does not
+change, because the cache entries that the request wrote lie beyond the committed length.
 """
 
 from dataclasses import dataclass, replace
@@ -23,10 +23,10 @@ from vllm_omni.model_executor.models.lance.tasks.understanding import (
 
 @dataclass(frozen=True)
 class TextReply:
-    """State of a partly generated text between two of the requests that generate the text."""
+    """State of a partly generated text between two of the requests that generate it."""
 
     task: Task
-    """Task of the first request."""
+    """The first request's task."""
     cache: BranchCache
     """K/V cache of the prompt and the text."""
     rules: TextRules
@@ -34,7 +34,7 @@ class TextReply:
     chunk_tokens: int
     """Number of text tokens per request."""
     prompt_tokens: int
-    """Number of tokens of the prompt."""
+    """Number of tokens in the prompt."""
     progress: UnderstandingProgress
     """Tokens that have been decoded."""
 
@@ -44,7 +44,7 @@ class LanceSession(SessionState):
 
     Args:
         session_id: Id of the session.
-        reserved_bytes: Maximum size in bytes of the state of the session's requests, including the
+        reserved_bytes: Maximum size in bytes of the state for the session's requests, including the
             caches of requests in flight.
     """
 

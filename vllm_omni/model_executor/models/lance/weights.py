@@ -50,7 +50,7 @@ _EXPERT_TENSORS = {
     "input_layernorm{e}.weight": ("D",),
     "post_attention_layernorm{e}.weight": ("D",),
 }
-"""Tensors of a layer. Each of them exists once per expert.
+"""A layer's tensors. Each exists once per expert.
 
 The letters are D width, Q query channels, KV key/value channels, H head dim and F feed-forward
 width.
@@ -77,8 +77,8 @@ channels and P positions (frames x size x size).
 
 
 def network_shapes(config: LanceConfig) -> dict[str, Shape]:
-    """Return the shape of every tensor in a `model.safetensors`, by name, except for the vision
-    tower's tensors. The released model has 1021 of them.
+    """Return the shape of every tensor in a `model.safetensors` except the vision tower's tensors,
+    keyed by name. The released model has 1021 such tensors.
     """
     sizes = {
         "D": config.hidden_size,
@@ -101,8 +101,8 @@ def network_shapes(config: LanceConfig) -> dict[str, Shape]:
 
 @cache
 def vision_shapes(config: VisionConfig) -> Mapping[str, Shape]:
-    """Return the shape of every tensor of the vision tower, by name without prefix. The released
-    tower has 390 tensors.
+    """Return the shape of every vision tower tensor, keyed by its name without the prefix. The
+    released tower has 390 tensors.
     """
     with torch.device("meta"):
         return shapes_of(VisionTower(config).tower)
@@ -110,7 +110,7 @@ def vision_shapes(config: VisionConfig) -> Mapping[str, Shape]:
 
 @cache
 def vae_shapes(config: VAEConfig) -> Mapping[str, Shape]:
-    """Return the shape of every tensor of the autoencoder, by diffusers' name. The released
+    """Return the shape of every autoencoder tensor, keyed by its diffusers name. The released
     autoencoder has 196 tensors.
     """
     with torch.device("meta"):
@@ -122,8 +122,8 @@ def bundles_vision(source: TensorSource) -> bool:
 
 
 def load_network(network: LanceNetwork, source: TensorSource, config: LanceConfig) -> None:
-    """Load the heads and columns of the decoder that belong to this rank. If the file also contains
-    a vision tower, this function only validates the names and shapes of the tower's tensors.
+    """Load this rank's heads and columns of the decoder. If the file also contains a vision tower,
+    this function only validates the names and shapes of the tower's tensors.
     """
     expected = network_shapes(config)
     if bundles_vision(source):
@@ -134,7 +134,7 @@ def load_network(network: LanceNetwork, source: TensorSource, config: LanceConfi
 
 
 def adapter_target(network: LanceNetwork, config: LanceConfig) -> AdapterTarget:
-    """Return the decoder and the latent projections together as one target of LoRA adapters."""
+    """Return the decoder and the latent projections together as one LoRA adapter target."""
     return AdapterTarget(
         network,
         network_shapes(config),
@@ -152,8 +152,8 @@ def load_vision(
 ) -> None:
     """Load the vision tower from its own file or, if it has none, from the decoder's file.
 
-    If both files contain the tower, a few tensors are compared. A difference causes a warning,
-    because the tower was frozen during training, so both copies should be equal.
+    If both files contain the tower, this function compares a few tensors. It logs a warning if they
+    differ: the tower was frozen during training, so both copies should be equal.
 
     Raises:
         ValueError: Neither file contains the tower.
@@ -191,6 +191,6 @@ def _warn_if_different(vision: VisionTower, bundled: TensorSource) -> None:
 
 
 def load_vae(vae: LanceWanVAE, source: TensorSource) -> None:
-    """Load the autoencoder from the `.pth` file of Wan 2.2."""
+    """Load the autoencoder from Wan 2.2's `.pth` file."""
     load_strict(vae.vae, source, vae_shapes(vae.config), VAE_RULES, what="VAE")
     vae.vae.clear_derived()

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts camera poses or held keys to the camera map that conditions the transformer.
+"""Convert camera poses or held keys to the camera map that conditions the transformer.
 
 A pose is a 4x4 camera-to-world matrix with OpenCV axes (x right, y down, z forward). The
 transformer is conditioned on the camera's motion from one latent frame to the next. The
 translations of the relative poses are divided by a scale, and the poses are then converted to one
-ray per pixel (origin and unit direction). The map of a chunk is computed in fp64 and rounded once
-to fp32. Maths: Robbyant/lingbot-world @ a43bec7, wan/utils/cam_utils.py and wasd_ijkl_to_c2ws.py.
+ray per pixel (origin and unit direction). A chunk's map is computed in fp64 and rounded once to
+fp32. Maths: Robbyant/lingbot-world @ a43bec7, wan/utils/cam_utils.py and wasd_ijkl_to_c2ws.py.
 
-There are two conventions. They differ in the reference pose of a chunk's first frame and in the
-scale:
+There are two conventions, with different scales and different reference poses for a chunk's first
+frame:
 
-- interactive: the reference is the last pose of the previous chunk, so the action of every frame
-  takes effect; the scale is constant.
+- interactive: the reference is the previous chunk's last pose, so every frame's action takes
+  effect; the scale is constant.
 - trajectory: the first frame of the clip has no reference pose and does not move; the scale is the
   largest translation in the clip.
 
-`request.py` selects the reference pose and the scale according to the server's options.
+`request.py` selects the reference pose and the scale according to the server options.
 """
 
 # N frames; poses_N44 camera-to-world; intrinsics_N4 = fx, fy, cx, cy in pixels
@@ -71,7 +71,8 @@ ACTION_SPACE = msgspec.structs.replace(
     ),
 )
 """The eight keys and their analog equivalents. The effects of keys and axes add up. A movement key
-moves the camera by one step, and a look key turns it by six or four degrees.
+moves the camera by one step. A look key turns the camera by six degrees (yaw) or four degrees
+(pitch).
 """
 _AXIS_NAMES = ACTION_SPACE.axis_names
 FLAG_KEYS = "wasd"
@@ -80,15 +81,15 @@ FLAG_KEYS = "wasd"
 
 @dataclass(frozen=True, eq=False)
 class WorldStart:
-    """Conversion between the poses of a session and the coordinates of its world."""
+    """Conversion between a session's poses and its world's coordinates."""
 
     world_44: torch.Tensor
-    """World pose of the start image, fp64, metres."""
+    """World pose of the start image, fp64, in metres."""
     first_44: torch.Tensor
     """Pose of the start image in the session's own coordinates, in the client's units."""
 
     def world_poses(self, poses_F44: torch.Tensor, metres_per_unit: float) -> torch.Tensor:
-        """Convert the poses of a session to world poses, in fp64 and in metres."""
+        """Convert the session's poses to world poses, fp64, in metres."""
         from_first = inverse_poses(self.first_44[None]) @ poses_F44
         from_first[:, :3, 3] *= metres_per_unit
         return self.world_44 @ from_first
@@ -102,22 +103,22 @@ class WorldStart:
 
 @dataclass(frozen=True)
 class CameraTail:
-    """State of the camera at the end of a chunk."""
+    """Camera state at the end of a chunk."""
 
     pose_44: torch.Tensor
-    """Latest pose of the camera, in the session's coordinates."""
+    """Latest camera pose, in the session's coordinates."""
     pitch_degrees: float
-    """Pitch of the camera, in degrees."""
+    """Camera pitch in degrees."""
     largest_step: float = 0.0
-    """Longest translation between consecutive latent frames of the session so far."""
+    """Longest translation between two consecutive latent frames in the session so far."""
     start: "WorldStart | None" = None
-    """Conversion to the world's coordinates, or None if the session's world pose is unknown."""
+    """Conversion to world coordinates. None if the session's world pose is unknown."""
 
     def after(self, relative_F44: torch.Tensor, before: "CameraTail | None") -> "CameraTail":
         """Return a copy of this state with an updated `largest_step`.
 
         Args:
-            relative_F44: Relative poses of the chunk, before they are scaled.
+            relative_F44: The chunk's relative poses, before they are scaled.
             before: State before the chunk, or None for the first chunk.
         """
         sofar = 0.0 if before is None else before.largest_step
@@ -129,7 +130,7 @@ class CameraTail:
 
     @classmethod
     def in_world(cls, world_44: torch.Tensor, metres_per_unit: float) -> "CameraTail":
-        """Return the camera state at the start of a session that uses the world's coordinates. The
+        """Return the camera state at the start of a session that uses world coordinates. The
         position is converted from metres to the session's units.
         """
         pose_44 = world_44.clone()
@@ -138,8 +139,8 @@ class CameraTail:
 
     @classmethod
     def at(cls, pose_44: torch.Tensor, start: WorldStart | None = None) -> "CameraTail":
-        """Return the camera state for an uploaded pose. The pitch is the angle of the pose above
-        the horizon.
+        """Return the camera state for an uploaded pose. The pitch is the pose's angle above the
+        horizon.
         """
         return cls(pose_44.clone(), pitch_of(pose_44), start=start)
 
@@ -148,8 +149,8 @@ class CameraTail:
 
 
 def read_controls(actions: Sequence[ActionEntry], num_frames: int) -> ActionFrames:
-    """Validate `actions`, a sequence with one entry per latent frame. The camera is at rest in
-    frames without an entry.
+    """Validate `actions`, which contains one entry per latent frame. In frames without an entry,
+    the camera is at rest.
 
     Raises:
         RequestFailed: An action is invalid (`invalid_action`).
@@ -160,8 +161,8 @@ def read_controls(actions: Sequence[ActionEntry], num_frames: int) -> ActionFram
 
 
 def read_keys(actions: Sequence[ActionEntry], num_frames: int) -> list[str]:
-    """Return the held keys of each frame, sorted, as one string. Raises the same errors as
-    `read_controls`.
+    """Return the keys held in each frame, sorted, as one string per frame. Raises the same errors
+    as `read_controls`.
     """
     return ["".join(sorted(held)) for held in read_controls(actions, num_frames).held(ACTION_SPACE)]
 
@@ -187,7 +188,8 @@ def motions_of(actions: ActionFrames) -> list[CameraMotion]:
 
 
 def read_flags(action: torch.Tensor, num_frames: int) -> torch.Tensor:
-    """Validate a client's flags (0 or 1) for the keys w a s d in each video frame.
+    """Validate a client's flags (0 or 1), which state whether the keys w a s d are held in each
+    video frame.
 
     Returns:
         The flags as an fp64 tensor `[num_frames, 4]` on the CPU.
@@ -215,8 +217,8 @@ def read_flags(action: torch.Tensor, num_frames: int) -> torch.Tensor:
 
 
 def held_flags(actions: ActionFrames) -> torch.Tensor:
-    """Return the flags of each frame in the format of `read_flags`. A nonzero movement axis counts
-    as the key for the same direction.
+    """Return each frame's flags in the format of `read_flags`. A nonzero movement axis counts as
+    the key for the same direction.
     """
     axes = dict(zip(_AXIS_NAMES, actions.axes_NA.unbind(1), strict=True))
     pressed = {
@@ -233,13 +235,12 @@ def held_flags(actions: ActionFrames) -> torch.Tensor:
 
 
 def per_latent(per_pixel: torch.Tensor, frames: range) -> torch.Tensor:
-    """Select, from the values of a chunk's video frames, the values that apply to its latent
-    frames.
+    """From the values for a chunk's video frames, select those that apply to its latent frames.
 
     Latent frame i corresponds to video frame 4 i.
 
     Args:
-        per_pixel: One row for each video frame of the chunk.
+        per_pixel: One row for each video frame in the chunk.
         frames: Absolute indices of the chunk's latent frames.
     """
     return per_pixel[[VAE_TEMPORAL * frame - first_pixel_frame(frames.start) for frame in frames]]
@@ -252,7 +253,7 @@ def integrate_actions(
     move: float = MOVE_UNIT,
     grid: OccupancyGrid | None = None,
 ) -> tuple[torch.Tensor, CameraTail]:
-    """Move the camera from `tail` by one step per frame, according to the held keys
+    """Move the camera from `tail` by one step per frame, according to the keys held in the frame
     (`move_cameras`).
 
     Returns:
@@ -271,8 +272,8 @@ def integrate_motions(
     grid: OccupancyGrid | None = None,
     pitch_limit_degrees: float = PITCH_LIMIT_DEGREES,
 ) -> tuple[torch.Tensor, CameraTail]:
-    """Move the camera from `tail` by one motion per frame, and return what `integrate_actions`
-    returns. If `grid` is set, positions are in metres in the world's coordinates.
+    """Like `integrate_actions`, but move the camera by one given motion per frame. If `grid` is
+    set, positions are in world coordinates, in metres.
     """
     pose_144 = tail.pose_44[None]
     pitch_1 = torch.tensor([tail.pitch_degrees], dtype=torch.float64)
@@ -300,8 +301,8 @@ def relative_poses(
 
 
 def scaled_translations(relative_N44: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-    """Return the poses with translations divided by `scale`. If `scale` is None, translations are
-    divided by the largest translation, unless that is zero.
+    """Return the poses with their translations divided by `scale`. Default: the largest
+    translation, or 1 if all translations are zero.
     """
     if scale is None:
         scale = _largest_step(relative_N44) or 1.0
@@ -318,7 +319,7 @@ def _largest_step(relative_N44: torch.Tensor) -> float:
 
 
 def scale_intrinsics(intrinsics_N4: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Rescale intrinsics that refer to 480x832 to the output size. The image is not cropped."""
+    """Rescale intrinsics from 480x832 to the output size. The image is not cropped."""
     x, y = width / NATIVE_WIDTH, height / NATIVE_HEIGHT
     return intrinsics_N4 * torch.tensor([x, y, x, y], dtype=torch.float64)
 
@@ -326,9 +327,10 @@ def scale_intrinsics(intrinsics_N4: torch.Tensor, height: int, width: int) -> to
 def action_intrinsics(
     num_frames: int, height: int, width: int, focal: float | None = None
 ) -> torch.Tensor:
-    """Return the intrinsics, in output pixels, for a request that sends actions without intrinsics.
+    """Return the intrinsics, in output pixels, for a request that contains actions but no
+    intrinsics.
 
-    `focal` is the focal length divided by the width. If it is None, `ACTION_FOCAL` applies.
+    `focal` is the focal length divided by the width. Default: `ACTION_FOCAL`.
     """
     pixels = ACTION_FOCAL if focal is None else focal * width
     row = torch.tensor([pixels, pixels, width / 2, height / 2], dtype=torch.float64)
@@ -346,7 +348,7 @@ def camera_map(
     """Return the ray map [384, N, height/8, width/8], fp32, computed on `device` in `dtype`.
 
     Each pixel's ray has six components: its origin x y z and its unit direction x y z. `_fold`
-    moves the pixels of each 8x8 cell into channels. `intrinsics_N4` are in output pixels.
+    moves the pixels of each 8x8 cell into channels. `intrinsics_N4` is in output pixels.
     """
     relative_N44, intrinsics_N4 = _on(device, dtype, relative_N44, intrinsics_N4)
     direction = _directions(relative_N44, intrinsics_N4, height, width)
@@ -363,11 +365,11 @@ def action_map(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """Return the control map of an `act` model, [448, N, height/8, width/8], fp32.
+    """Return the control map for an `act` model, [448, N, height/8, width/8], fp32.
 
-    The map contains ray directions and the keys w a s d. Translations are ignored, and the flag of
-    a key has the same value in all pixels of a frame. All arguments except `flags_N4` are those of
-    `camera_map`.
+    The map contains ray directions and flags for the keys w a s d. Translations are ignored, and a
+    key's flag has the same value in all pixels of a frame. Except for `flags_N4`, the arguments are
+    those of `camera_map`.
     """
     relative_N44, intrinsics_N4, flags_N4 = _on(
         device, dtype, relative_N44, intrinsics_N4, flags_N4
@@ -380,8 +382,8 @@ def action_map(
 def _on(
     device: torch.device | str, dtype: torch.dtype, *actions: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Copy host tensors to `device` and convert them to `dtype`, without synchronising the host
-    with the device.
+    """Copy host tensors to `device` and convert them to `dtype` without synchronising the host with
+    the device.
     """
     return [to_device(each.to(dtype).contiguous(), torch.device(device)) for each in actions]
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locates the components of a LingBot World checkpoint.
+"""Locate the components of a LingBot World checkpoint.
 
-The checkpoint may have the original, v2 or diffusers layout, or it may have all files in one
-folder. If the transformer has no `config.json`, its sizes are read from the headers of its weight
-files. This module only locates files; `weights.py` loads them. A missing component is an error only
-when the component is needed (`require`). Therefore, an engine with dummy weights can start from
-config files alone, and a pipeline stage that does not decode needs no VAE.
+The checkpoint can have the original, v2 or diffusers layout, or all files can be in one folder. If
+the transformer has no `config.json`, its dimensions are derived from its weight files' headers.
+This module only locates files; `weights.py` loads them. A missing component is an error only when
+it is needed (`require`), so an engine with dummy weights can start from config files alone, and a
+pipeline stage that does not decode needs no VAE.
 """
 
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ from vllm_omni.model_executor.models.wan.checkpoint.layout import (
 )
 
 LAYOUTS = ("original", "diffusers", "v2", "v2_1_3b", "v2_pretrain", "act", "world")
-"""The layouts that `make-tiny` can write. `world` is the layout of the demo world."""
+"""Names of the layouts that `make-tiny` can write. `world` is the demo world's layout."""
 
 _FAST_FOLDERS = ("lingbot_world_fast", "Lingbot-World-Fast")
 _PRETRAIN_FOLDER = "transformer_causal"
 _TRANSFORMER_FOLDERS = (*_FAST_FOLDERS, "transformers", _PRETRAIN_FOLDER, "transformer")
-"""Names of the transformer's folder: two names for the original v1 layout, then one each for
+"""Possible names of the transformer's folder: two for the original v1 layout, then one each for
 original v2, v2 before distillation, and diffusers.
 """
 _SINGLE_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
@@ -54,18 +54,18 @@ distilled nor causal.
 
 @dataclass(frozen=True)
 class CheckpointLayout(WanComponents):
-    """Paths of the components of one checkpoint.
+    """Paths of one checkpoint's components.
 
-    `transformer` is a folder of safetensors files or a single safetensors file.
+    `transformer` is a folder of safetensors files or one safetensors file.
     """
 
     download_name: ClassVar[str] = "lingbot_world_fast"
     """Name of the v1 release for `vllm-omni download`."""
 
     kind: Literal["original", "diffusers"]
-    """Layout of the files."""
+    """Layout of the checkpoint's files."""
     version: Version
-    """Version of the network, which determines the defaults of the schedule."""
+    """Network version, which determines the schedule defaults."""
     mode: Literal["fast", "pretrain"]
     """`fast` for the distilled model, `pretrain` for the model before distillation."""
 
@@ -84,8 +84,8 @@ class CheckpointLayout(WanComponents):
         )
 
     def transformer_config(self) -> dict[str, Any]:
-        """Return the transformer's `config.json`. If sizes are missing and there are weight files,
-        the sizes are derived from the tensor shapes.
+        """Return the transformer's `config.json`. If it lacks some dimensions and there are weight
+        files, these dimensions are derived from the tensor shapes.
 
         Raises:
             ValueError: The number of heads is unknown.
@@ -97,7 +97,7 @@ def find_layout(path: Path) -> CheckpointLayout:
     """Locate the components in `path`. If `path` is the transformer's folder, also look next to it.
 
     Raises:
-        ValueError: `path` contains no transformer. The message is a single line that states what
+        ValueError: `path` does not contain a transformer. The message is one line that states what
             was found and what was expected.
     """
     folder, root = find_transformer(path, _TRANSFORMER_FOLDERS, _is_transformer, "LingBot World")
@@ -124,10 +124,11 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return `chunk_hf_config` of this checkpoint with `kind`, `version` and `mode`.
+    """Return the result of `chunk_hf_config` for this checkpoint, including its `kind`, `version`
+    and `mode`.
 
-    The checkpoint needs no weight files. An empty `transformer` config stands for the architecture
-    of the released model.
+    No weight files are required. An empty `transformer` config stands for the released model's
+    architecture.
 
     Raises:
         ValueError: The transformer is missing, or its config is invalid.
@@ -143,8 +144,8 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 
 def _is_pretrain(folder: Path, path: Path) -> bool:
-    """Return whether `folder`, a transformer folder under the directory `path`, contains the v2
-    model before distillation.
+    """Return whether `folder`, a transformer folder under `path`, contains the v2 model before
+    distillation.
     """
     named = folder.name == _PRETRAIN_FOLDER or "causal-pretrain" in str(
         path.resolve()
@@ -153,22 +154,23 @@ def _is_pretrain(folder: Path, path: Path) -> bool:
 
 
 def _version(folder: Path, path: Path) -> Version:
-    """Return the model version of `folder`, a transformer folder under the directory `path`."""
+    """Return the version of the model in `folder`, a transformer folder under `path`."""
     if folder.name in ("transformers", _PRETRAIN_FOLDER) or _V2_NAME in str(
         path.resolve()
     ).lower().replace("_", "-"):
         return "v2"
     if folder.name in _TRANSFORMER_FOLDERS:
         return "v1"
-    # The folder names do not reveal the version, but v1 was released in only one width.
+    # The folder names do not reveal the version. v1 was released with only one width, so any other
+    # width means v2.
     values = _stated_config(folder)
     heads, head_dim = values.get("num_attention_heads", 0), values.get("attention_head_dim", 0)
     return "v2" if (values.get("dim") or heads * head_dim or _V1_WIDTH) != _V1_WIDTH else "v1"
 
 
 def _weights(folder: Path, root: Path) -> Path:
-    """Return the folder with the transformer's weights, or the path of its single weight file if
-    the transformer is at the root, next to the other components.
+    """Return the folder that contains the transformer's weights. If the transformer is at the root,
+    next to the other components, return the path of its only weight file.
     """
     if folder == root and not any(folder.glob("*.safetensors.index.json")):
         return next((folder / name for name in _SINGLE_FILES if (folder / name).is_file()), folder)

@@ -35,14 +35,14 @@ from vllm_omni.model_executor.streaming.stream import StreamModelSetup
 
 ControlType = Literal["cam", "act", "world"]
 CONTROL_CHANNELS: Final[dict[ControlType, int]] = {"cam": 6, "act": 7, "world": 6}
-"""Number of channels of the control map at pixel resolution. The channels of `cam` and `world` are
-the ray origin and direction. Those of `act` are the ray direction and the keys w a s d. A `world`
-model also receives the camera's world pose (`world_pose.py`).
+"""Number of control map channels at pixel resolution, keyed by control type. For `cam` and `world`,
+the channels are the ray origin and direction. For `act`, they are the ray direction and the keys w
+a s d. A `world` model also receives the camera's world pose (`world_pose.py`).
 """
 NATIVE_HEIGHT, NATIVE_WIDTH = 480, 832
-"""Height and width in pixels of the image to which a client's intrinsics refer."""
+"""Height and width, in pixels, of the image that a client's intrinsics refer to."""
 ACTION_FOCAL = 500.0
-"""Focal length, in output pixels, for requests that send actions without intrinsics."""
+"""Focal length in output pixels for requests that contain actions but no intrinsics."""
 
 Version = Literal["v1", "v2"]
 
@@ -60,8 +60,8 @@ class LingBotWorldConfig(ChunkTransformerConfig):
     """Architecture of the causal transformer. The defaults describe the released model with 18.5
     billion parameters.
 
-    The original code's default of global attention (`local_attn_size = -1`) is not used, because
-    the length of a live session is unlimited.
+    The original code defaults to global attention (`local_attn_size = -1`). This package does not,
+    because a live session's length is unlimited.
     """
 
     dim: int = 5120
@@ -80,7 +80,7 @@ class LingBotWorldConfig(ChunkTransformerConfig):
     world_period_m: float | None = None
     """Distance in metres after which the world of a `world` model repeats.
 
-    Required for that control type, refused for others.
+    Required for control type `world`, and refused for any other type.
     """
 
     def __post_init__(self) -> None:
@@ -100,12 +100,12 @@ class LingBotWorldConfig(ChunkTransformerConfig):
 
     @property
     def camera_channels(self) -> int:
-        """Return the number of channels of the control map after the 8x8 space-to-depth."""
+        """Return the number of control map channels after the 8x8 space-to-depth operation."""
         return CONTROL_CHANNELS[self.control_type] * VAE_SPATIAL * VAE_SPATIAL
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "LingBotWorldConfig":
-        """Read a transformer's `config.json`, with the original's or diffusers' keys. An empty
+        """Read a transformer's `config.json`, with the original or the diffusers keys. An empty
         mapping stands for the released model.
 
         Raises:
@@ -141,42 +141,43 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class LingBotChoices:
-    """Settings in which the public implementations of LingBot World differ."""
+    """Settings that differ between the public implementations of LingBot World."""
 
     schedule: Literal["exact", "original"] = "exact"
     """Denoise timesteps: floats (`exact`), or integers with two sigmas per step (`original`)."""
     residual_dtype: Literal["fp32", "model"] = "fp32"
-    """Dtype of the residual stream: `fp32`, or the dtype of the `model` (faster, less accurate)."""
+    """Dtype of the residual stream: fp32 (`fp32`), or the model's dtype (`model`: faster, less
+    accurate)."""
     camera_first_frame: Literal["moves", "stands", "stands_each_chunk"] = "moves"
-    """Motion of the first latent frame. If the client sends actions, the first frame of a session
-    either moves by its own action (`moves`) or stands still as the reference for later frames
-    (`stands`, as in SGLang). With `stands_each_chunk`, the first frame of every chunk stands still,
-    even if the client sends poses, as in the extensions of PR 3701.
+    """Motion of the first latent frame. If the client sends actions, a session's first frame either
+    moves by its own action (`moves`) or stands still as the reference for later frames (`stands`,
+    as in SGLang). With `stands_each_chunk`, the first frame of every chunk stands still, even if
+    the client sends poses, as in PR 3701's extensions.
     """
     camera_scale: Literal["constant", "chunk_max", "session_max"] = "constant"
     """Divisor of camera translations: `camera.MOVE_UNIT` (`constant`), the largest translation in
-    the chunk (`chunk_max`), or the largest translation in the session so far (`session_max`). The
-    option `camera_scale` of a request overrides this setting.
+    the chunk (`chunk_max`), or the largest translation in the session so far (`session_max`). A
+    request's `camera_scale` option overrides this setting.
     """
     camera_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the camera map. With `fp32`, poses and rays are computed in fp64 and rounded
-    once. With `bf16`, poses are rounded to bf16, and relative poses and rays are computed in bf16,
-    as in SGLang 0.5.23.
+    """Precision of the camera map. `fp32`: poses and rays are computed in fp64 and rounded once.
+    `bf16`: poses are rounded to bf16, and relative poses and rays are computed in bf16, as in
+    SGLang 0.5.23.
     """
     later_condition: LaterCondition = "streamed"
-    """Conditioning of chunks after the first; see `LaterCondition`."""
+    """Conditioning of the chunks after the first; see `LaterCondition`."""
     vae_continuation: Literal["cache", "restart"] = "cache"
     """How the VAE decoder starts a chunk: with the cache from the previous chunk (`cache`), or with
     an empty cache, two latent frames before the chunk (`restart`).
     """
     prompt_switch: Literal["refresh", "ignore"] = "refresh"
-    """Effect of a new prompt during a session: it applies to the next chunk (`refresh`), or it is
-    ignored after the first chunk (`ignore`).
+    """Effect of a new prompt after the first chunk: it applies to the next chunk (`refresh`), or it
+    is ignored (`ignore`).
     """
 
     @property
     def camera_torch_dtype(self) -> torch.dtype:
-        """Return the dtype in which poses are converted to rays. The control map is always fp32."""
+        """Return the dtype used to convert poses to rays. The control map is always fp32."""
         return {"fp32": torch.float64, "bf16": torch.bfloat16}[self.camera_dtype]
 
 
@@ -227,25 +228,27 @@ PRESETS: Final[Mapping[PresetName, Preset]] = {
 
 
 class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Serving options of LingBot World: the fields of `StreamingOptions` and those defined here."""
+    """Serving options for LingBot World: the fields of `StreamingOptions` and those defined
+    here.
+    """
 
     presets: ClassVar[Mapping[PresetName, Preset]] = PRESETS
 
     version: Version | None = None
-    """Version of the model: `v1` (LingBot-World-Fast) or `v2` (LingBot-World 2.0 causal fast). The
-    versions differ in the defaults of `shift` (10 / 5), `denoise_indices` and `sink_frames` (9 /
-    6). Default: the version of the checkpoint.
+    """Model version: `v1` (LingBot-World-Fast) or `v2` (LingBot-World 2.0 causal fast). The
+    versions have different defaults for `shift` (10 / 5), `denoise_indices` and `sink_frames` (9 /
+    6). Default: the checkpoint's version.
     """
     convention: Convention = "realtime"
-    """Public implementation to follow where implementations differ: `realtime` (the default, for
-    interactive sessions), `original` (the released code), `sglang` (SGLang) or `pr3701`
+    """Public implementation to follow where the implementations differ: `realtime` (the default,
+    for interactive sessions), `original` (the released code), `sglang` (SGLang) or `pr3701`
     (vLLM-Omni's pull request 3701). The model's README lists the differences.
     """
     shift: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """Shift of the noise schedule, greater than 0. Default: the value of the model's version."""
+    """Shift of the noise schedule, greater than 0. Default: the value for the model's version."""
     denoise_indices: list[int] | None = None
-    """Denoise steps, as increasing indices of the noise schedule. Default: the steps of the model's
-    version."""
+    """Denoise steps, as increasing indices into the noise schedule. Default: the steps for the
+    model's version."""
 
     @classmethod
     def parse(
@@ -273,10 +276,10 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
     def of_checkpoint(
         cls, checkpoint: Mapping[str, Any], options: Mapping[str, Any]
     ) -> "LingBotOptions":
-        """Parse the options in `omni.model` for a checkpoint that `hf_config` describes.
+        """Parse the options in `omni.model` for a checkpoint described by `hf_config`.
 
-        For the model before distillation (`mode` `pretrain`), attention is global unless
-        `window_frames` is set.
+        For the model before distillation (`mode: pretrain`), attention is global if `window_frames`
+        is not set.
 
         Raises:
             ValueError: An option is invalid.
@@ -316,7 +319,7 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
 
 
 def resolve_plan(config: LingBotWorldConfig, options: LingBotOptions) -> ChunkPlan:
-    """Return the chunk sizes of a session and the size of its K/V window.
+    """Return a session's chunk sizes and K/V window size.
 
     Raises:
         ValueError: The options are not valid for this model.
@@ -334,11 +337,11 @@ LingBotStream = StreamModelSetup[LingBotWorldConfig, LingBotOptions]
 
 
 def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> LingBotStream:
-    """Return the architecture, the serving options and the chunk plan of a checkpoint.
+    """Return a checkpoint's architecture, serving options and chunk plan.
 
     Args:
         checkpoint: The family's section of `hf_config`.
-        omni: Configuration of the server.
+        omni: The server's configuration.
 
     Raises:
         ValueError: An option or the architecture is invalid.

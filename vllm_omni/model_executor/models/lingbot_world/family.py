@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes the `lingbot_world` family to the command line, the config parser and the endpoints."""
+"""Describes the `lingbot_world` family for the command line, the config parser and the
+endpoints.
+"""
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.capabilities import Refusal, Refusals

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face repositories of the released LingBot World models.
+"""The Hugging Face repositories of the released LingBot World models.
 
-The Fast (v1) repositories have the original layout, and the v2 repositories have layouts of their
-own. Download sizes are taken from the file lists of the repositories, or, for v2, computed from the
-tensors. The v2 weights are licensed under CC BY-NC-SA 4.0, which the user must accept. Public
-statements about the licence of v1 differ; read its model card. The bidirectional model of v2 has no
-public code.
+The Fast (v1) repositories use the original layout, and the v2 repositories use their own layouts.
+Download sizes come from the repositories' file lists or, for v2, are computed from the tensors. The
+v2 weights are licensed under CC BY-NC-SA 4.0, which the user must accept. Public statements about
+the v1 licence contradict each other; read the v1 model card. v2's bidirectional model has no public
+code.
 """
 
 import json
@@ -22,7 +22,7 @@ PIECES = (
     HubComponent("robbyant/lingbot-world-fast", ("*.safetensors", "*.json"), _TRANSFORMER, 74.2),
 )
 
-# Constructor arguments of the original network at its released size and with the released causal
+# Constructor arguments of the original network, at its released size and with the released causal
 # window.
 _CONFIG = {
     "_class_name": "WanModelFast",
@@ -44,11 +44,11 @@ _CONFIG = {
 
 
 def check_complete(path: Path) -> None:
-    """Raise ValueError unless all components exist and the transformer's tensors have the right
-    names and shapes.
+    """Raise ValueError if a component is missing or if the transformer's tensors have wrong names
+    or shapes.
 
-    Only file names and headers are read. The tensors of the other components are checked when these
-    components are loaded.
+    The check reads only file names and headers. The tensors of the other components are checked
+    when they are loaded.
     """
     from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
     from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
@@ -61,7 +61,7 @@ def check_complete(path: Path) -> None:
 
 
 def complete(out: Path) -> list[str]:
-    """Write the transformer's `config.json` if its repository has none.
+    """Write the transformer's `config.json` if its repository does not contain one.
 
     Returns:
         Paths of the written files, relative to `out`.
@@ -90,8 +90,8 @@ _CC_BY_NC_SA = (
 
 
 def _v2(*components: HubComponent) -> HubSource:
-    """Return the source of a v2 download. No `config.json` is written for v2, because missing sizes
-    are derived from the tensor shapes.
+    """Return the source of a v2 download. No `config.json` is written for v2, because missing
+    network dimensions are derived from the tensor shapes.
     """
     return HubSource(components, licence=_CC_BY_NC_SA)
 

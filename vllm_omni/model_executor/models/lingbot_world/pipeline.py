@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The LingBot World pipeline: chunks of four denoise steps and a clean-context pass.
+"""The LingBot World pipeline: each chunk takes four denoise steps and a clean-context pass.
 
     x = noise(seed, chunk, 0)
     for i, t in enumerate(timesteps):
@@ -67,7 +67,7 @@ Request = DiffusionRequest[LingBotSession, LingBotChunk]
 
 
 class WorldSetup(WanChunkSetup[LingBotWorldConfig, LingBotOptions]):
-    """Constructor argument of `LingBotWorld`. It is read from `hf_config(...)["lingbot_world"]`."""
+    """Constructor argument of `LingBotWorld`, read from `hf_config(...)["lingbot_world"]`."""
 
     read_stream = staticmethod(read_stream)
 
@@ -75,7 +75,7 @@ class WorldSetup(WanChunkSetup[LingBotWorldConfig, LingBotOptions]):
 
     @property
     def world(self) -> ServedWorld | None:
-        """Load the world of a `world` model from its files. Return None for other control types.
+        """Load a `world` model's world from its files. Return None for other control types.
 
         Raises:
             ValueError: The files are missing or invalid.
@@ -84,7 +84,7 @@ class WorldSetup(WanChunkSetup[LingBotWorldConfig, LingBotOptions]):
 
 
 class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
-    """The components and layers of LingBot World on one rank. The class implements
+    """One rank's LingBot World components and layers. The class implements
     `SupportsStepExecution`.
     """
 
@@ -102,7 +102,7 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
         self.text_encoder, self.image_encoder, self.transformer, self.prompts = build_networks(
             setup, LingBotTransformer, residual_fp32=choices.residual_dtype == "fp32"
         )
-        # Decoding one frame at a time halves the memory that a decode needs in addition to its
+        # Decoding one frame at a time halves the memory that decoding needs in addition to its
         # cache. On a CPU, decoding all frames at once is faster.
         frames_per_call = 1 if self.transformer.device.type == "cuda" else None
         self.vae, self.tiny_vae, self.decoder = build_autoencoders(
@@ -112,7 +112,7 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
             continuation=choices.vae_continuation,
         )
         self.condition: GreyCondition | None = None
-        """Computes the conditioning on the start image. None on ranks that embed no patches."""
+        """Computes the conditioning on the start image. None on ranks that do not embed patches."""
         if parallel.first_stage:
             self.condition = GreyCondition(
                 self.vae, choices.later_condition, chunk_frames=self.plan.chunk_frames
@@ -188,8 +188,8 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
         noise = ChunkNoise(size, inputs.seed, session.chunk_index, device)
         with request.timer.stage("condition"):
             y, condition = self._condition(inputs.image, session, frames)
-        # The prompt is encoded after the kernels for `y` are launched, so that the host launches
-        # the text encoder's small kernels while the device computes `y`.
+        # The prompt is encoded after the kernels for `y` have been launched, so that the host
+        # launches the text encoder's small kernels while the device computes `y`.
         text, known = encode_prompt(request, inputs.prompt, session, self.text_encoder, device)
         with request.timer.stage("camera"):
             rays = self._camera_map(inputs, shape)
@@ -218,7 +218,7 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
     def denoise_step(
         self, batch: Sequence[Request], hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run `StreamingModel.denoise_step`. After the last pass of a chunk, free the camera
+        """Run `StreamingModel.denoise_step`. After a chunk's last forward pass, free its camera
         modulation, which takes up several GiB for the released model.
         """
         prediction = super().denoise_step(batch, hidden)
@@ -232,8 +232,9 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
     def _condition(
         self, image: torch.Tensor | None, session: LingBotSession, frames: range
     ) -> tuple[torch.Tensor | None, ConditionState | None]:
-        """Return the chunk's conditioning y and the state of the conditioning after the chunk. Both
-        are None on ranks that embed no patches."""
+        """Return the chunk's conditioning y and the conditioning state after the chunk. Both are
+        None on ranks that do not embed patches.
+        """
         if self.condition is None:
             return None, None
         pixels = None
@@ -246,7 +247,7 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
     def _rest(
         self, inputs: ChunkInputs, session: LingBotSession, frames: range
     ) -> tuple[bool, RestState]:
-        """Return whether the chunk is omitted from the K/V window, and the rest state after the
+        """Return whether to omit the chunk from the K/V window, and the rest state after the
         chunk.
         """
         if self.config.control_type != "world":
@@ -286,8 +287,8 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
         return super().result_meta(request) | ({} if poses is None else {"world_poses": poses})
 
     def start_step(self, request: Request) -> None:
-        """Compute the prompt's K/V and the chunk's camera modulation unless they already exist.
-        With tensor parallelism, this is a collective operation.
+        """Compute the prompt's K/V and the chunk's camera modulation if they do not exist yet. This
+        is collective under tensor parallelism.
         """
         chunk = request.work
         self.prompts.complete_chunk(chunk)
@@ -322,9 +323,7 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
 
 
 class LingBotWorldPipeline(CheckpointPipeline[CheckpointLayout]):
-    """The model class that vLLM's model loader builds and loads with weights. It owns a
-    `LingBotWorld`.
-    """
+    """Owns a `LingBotWorld`. vLLM's model loader builds this class and loads its weights."""
 
     def find_layout(self, path: Path) -> CheckpointLayout:
         return find_layout(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates the memory and compute that LingBot World requires, for `vllm-omni plan`. The estimates
+"""Estimate the memory and compute that LingBot World requires, for `vllm-omni plan`. The estimates
 include the camera layers and the conditioning on a start image.
 """
 
@@ -22,7 +22,7 @@ _SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
         "frames_per_chunk": 4,
     },
 }
-"""Fields of `LingBotWorldConfig` that differ from the defaults, by release."""
+"""`LingBotWorldConfig` values that differ from the defaults, keyed by release."""
 
 
 def _named(name: str, changes: Changes) -> StreamModel:

@@ -39,8 +39,8 @@ NEGATIVE_PROMPT = (
     "丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，"
     "杂乱的背景，三条腿，背景人很多，倒着走"
 )
-"""Wan 2.1's default negative prompt (Apache-2.0), with a phrase for "sudden changes of the image"
-added at the start.
+"""Wan 2.1's default negative prompt (Apache-2.0), preceded by a phrase for "sudden changes of the
+image".
 """
 
 
@@ -49,7 +49,7 @@ def unipc(shift: float, device: torch.device | str = "cpu") -> Any:
     prediction, positioned at the first step.
 
     Args:
-        shift: Shift of the timesteps towards noise (`flow_shift`).
+        shift: Timestep shift towards noise (`flow_shift`).
         device: Device of the timesteps.
     """
     from diffusers import UniPCMultistepScheduler
@@ -61,8 +61,7 @@ def unipc(shift: float, device: torch.device | str = "cpu") -> Any:
         use_flow_sigmas=True,
         flow_shift=shift,
     )
-    # The original's sigmas run from 0.999 to 0, whereas the sigmas of diffusers run from 1 to
-    # 0.001.
+    # The original's sigmas run from 0.999 to 0, whereas diffusers' sigmas run from 1 to 0.001.
     sigmas = np.linspace(_SIGMA_MAX, 0.0, STEPS + 1)[:-1]
     solver.set_timesteps(num_inference_steps=STEPS, sigmas=sigmas, device=device)
     solver.set_begin_index(0)
@@ -70,7 +69,7 @@ def unipc(shift: float, device: torch.device | str = "cpu") -> Any:
 
 
 def solver_step(solver: Any, step: int, latents: torch.Tensor, flow: torch.Tensor) -> torch.Tensor:
-    """Return the latents after `step`, [16, F, h, w] fp32. The call advances the solver's state."""
+    """Return the latents after `step`, fp32 [16, F, h, w]. The call advances the solver's state."""
     moved: torch.Tensor = solver.step(
         flow[None], solver.timesteps[step], latents[None], return_dict=False
     )[0][0]
@@ -78,12 +77,12 @@ def solver_step(solver: Any, step: int, latents: torch.Tensor, flow: torch.Tenso
 
 
 def guided(cond: torch.Tensor, uncond: torch.Tensor) -> torch.Tensor:
-    """Apply classifier-free guidance with the scale `GUIDANCE` to the two predicted flows."""
+    """Combine the two predicted flows by classifier-free guidance with scale `GUIDANCE`."""
     return uncond + GUIDANCE * (cond - uncond)
 
 
 class GuidedWindows(WindowSet):
-    """The two K/V windows of a session: one for the prompt and one for the negative prompt."""
+    """A session's two K/V windows: one for the prompt and one for the negative prompt."""
 
     def __init__(self, cond: KVWindow, uncond: KVWindow) -> None:
         super().__init__({"cond.": cond, "uncond.": uncond})
@@ -96,10 +95,10 @@ class GuidedChunk(LingBotChunk):
     negative_text: torch.Tensor
     """Embeddings of the negative prompt."""
     solver: Any
-    """Solver of the chunk. It keeps the history of its multi-step method between denoise steps."""
+    """The chunk's solver. It retains the history of its multi-step method between denoise steps."""
 
     negative_kv: torch.Tensor | None = None
-    """Cross-attention K/V of the negative prompt, or None until the first step computes it."""
+    """Cross-attention K/V of the negative prompt. None until the first step computes them."""
 
 
 class LingBotPretrain(LingBotWorld):
@@ -186,9 +185,7 @@ def _guided_chunk(request: Request) -> GuidedChunk:
 
 
 class LingBotPretrainPipeline(CheckpointPipeline[CheckpointLayout]):
-    """The model class that vLLM's model loader builds and loads with weights. It owns a
-    `LingBotPretrain`.
-    """
+    """Owns a `LingBotPretrain`. vLLM's model loader builds this class and loads its weights."""
 
     def find_layout(self, path: Path) -> CheckpointLayout:
         return find_layout(path)

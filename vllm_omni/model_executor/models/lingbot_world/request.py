@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validates everything that a client may send with a chunk.
+"""Validate everything that a client can send with a chunk request.
 
-`read_chunk` reads a request and its session. It returns `ChunkInputs`, or raises `RequestFailed`
-with the field, its value and the allowed values. The functions of this module have no side effects,
-allocate no device memory, and return the same result on every rank.
+`read_chunk` reads a request and its session. It returns `ChunkInputs`, or raises a `RequestFailed`
+that contains the field, its value and the allowed values. The functions in this module have no side
+effects, allocate no device memory, and return the same result on every rank.
 """
 
 # F latent frames of the chunk
@@ -42,8 +42,8 @@ _TENSORS: dict[ControlType, tuple[str, ...]] = {
 
 
 _ROUNDING = 1e-6
-"""Two poses count as equal if none of their elements differ by more than this value. The value is
-greater than zero, because clients send poses in fp32.
+"""Two poses count as equal if none of their elements differ by more than this tolerance. The
+tolerance is greater than zero, because clients send poses in fp32.
 """
 
 
@@ -52,27 +52,28 @@ class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     camera_scale: float | None = None
     """Divisor of the camera translations in this chunk. A client that knows the whole path can send
-    the length of the path's largest step, by which the original normalises. Default: the scale of
-    the server's `convention`.
+    the length of the path's largest step, which is the divisor that the original uses. Default: the
+    scale that the server's `convention` determines.
     """
     start_pose: StartPose | None = None
-    """World pose of the start image. Only the first chunk of a session in a world with poses may
-    set it. Default: the image's known pose if the server recognises the image, otherwise unknown.
+    """World pose of the start image. Only a session's first chunk can set it, and only in a world
+    with poses. Default: the image's known pose if the server recognises the image, otherwise
+    unknown.
     """
 
 
 @dataclass(frozen=True)
 class ChunkCamera:
-    """The validated camera input of one chunk, with one value per latent frame."""
+    """One chunk's validated camera input, with one value per latent frame."""
 
     relative_F44: torch.Tensor
     """Pose of each latent frame relative to the previous one."""
     intrinsics_F4: torch.Tensor
-    """Camera intrinsics fx, fy, cx, cy in output pixels."""
+    """Camera intrinsics fx, fy, cx, cy, in output pixels."""
     tail: cam.CameraTail
-    """State of the camera after the chunk."""
+    """Camera state after the chunk."""
     world_F44: torch.Tensor | None
-    """World pose of each latent frame, or None if the world pose is unknown."""
+    """World pose of each latent frame. None if the world pose is unknown."""
     moves: bool
     """Whether the camera moves within the chunk, or between the previous chunk and this one."""
 
@@ -84,13 +85,13 @@ def read_chunk(
     control: ControlType = "cam",
     world: ServedWorld | None = None,
 ) -> ChunkInputs:
-    """Validate the request for one chunk against its session.
+    """Validate a chunk request against its session.
 
     Args:
         request: Request for the session's next chunk.
         session: Session that the chunk continues.
         served: Serving options.
-        control: Control type of the model.
+        control: The model's control type.
         world: World of a `world` model, otherwise None.
 
     Raises:
@@ -170,10 +171,10 @@ def _read_camera(
     world: ServedWorld | None,
     start_44: torch.Tensor | None,
 ) -> ChunkCamera:
-    """Read the camera of a chunk.
+    """Read a chunk's camera input.
 
-    `start_44` is the world pose of the start image, or None if that pose is unknown or the chunk is
-    not the session's first.
+    `start_44` is the world pose of the start image. It is None if that pose is unknown or the chunk
+    is not the session's first.
     """
     frames, shape = session.next_frames(), session.shape
     first = session.chunk_index == 0
@@ -203,7 +204,7 @@ def _read_camera(
         if world is not None and start_44 is not None:
             origin = cam.CameraTail.in_world(start_44, world.metres_per_unit)
         motions = cam.motions_of(cam.read_controls(actions, len(frames)))
-        # In a world with poses, the session's first latent frame has the pose of the start image.
+        # In a world with poses, the session's first latent frame has the start image's pose.
         stands = world is not None and first
         path, tail = _walk(motions[1:] if stands else motions, origin, world)
         if stands:
@@ -264,10 +265,10 @@ def _walk(
 
 
 def _read_flags(request: DiffusionRequest, session: LingBotSession) -> torch.Tensor:
-    """Return the flags of the keys w a s d for each latent frame.
+    """Return the flags for the keys w a s d in each latent frame.
 
     If the request contains `actions`, the flags are derived from the held keys. If it contains
-    poses, the flags are read from the tensor `action`; if that tensor is missing, no key is held.
+    poses, the flags are read from the `action` tensor; if that tensor is missing, no keys are held.
     """
     frames = session.next_frames()
     action = request.tensors.get("action")
@@ -289,7 +290,7 @@ def _camera_scale(
     options: ChunkOptions, served: LingBotOptions, tail: cam.CameraTail
 ) -> float | None:
     """Return the divisor of the camera translations, or None for the largest translation in the
-    chunk. `tail` is the state of the camera after this chunk.
+    chunk. `tail` is the camera state after this chunk.
     """
     if options.camera_scale is not None:
         return options.camera_scale

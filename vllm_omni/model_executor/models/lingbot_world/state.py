@@ -2,8 +2,8 @@
 """The state of a LingBot World session (`LingBotSession`) and the working set of a chunk
 (`LingBotChunk`).
 
-In addition to the state of every streaming session, a LingBot World session stores the state of the
-camera and of the conditioning.
+In addition to the state that every streaming session stores, a LingBot World session stores its
+camera state and conditioning state.
 """
 
 import math
@@ -26,35 +26,35 @@ from vllm_omni.tensors.saved import SavedTensors
 from vllm_omni.worlds.movement import heading_of, pitch_of
 
 REST_FRAMES = 2
-"""Number of latent frames with the current pose that the window must contain before further chunks
-at that pose are omitted.
+"""Number of latent frames with the current pose that the window must contain before later chunks at
+that pose are omitted from it.
 """
 
 
 @dataclass(frozen=True)
 class RestState:
-    """Decides which chunks are omitted from the K/V window because the camera is at rest.
+    """Decides which chunks to omit from the K/V window while the camera is at rest.
 
-    If the window filled with generated frames of a single pose, the video would drift, because each
-    frame inherits the errors of the frames before it. While the camera is at rest, chunks are
-    therefore generated from an unchanged window, are not written to it, and all use the same token
-    positions. After a change of the prompt, chunks are written until the window, except its sink
-    frames, contains no frames of the previous prompt.
+    If the window filled with generated frames of one pose, the video would drift, because each
+    frame inherits the errors of the frames before it. To prevent this, chunks generated while the
+    camera is at rest are not written to the window, and all use the same token positions. After a
+    prompt change, chunks are written until the window, except for its sink frames, contains no
+    frames of the previous prompt.
     """
 
     frames_at_pose: int = 0
-    """Number of latent frames with the current pose in the window, excluding the session's first
-    chunk."""
+    """Number of latent frames in the window that have the current pose, excluding the session's
+    first chunk."""
     frames_of_prompt: int = 0
     """Number of latent frames written to the window since the prompt changed."""
 
     def omits_chunk(self, *, moved: bool, same_prompt: bool, ring_frames: int) -> bool:
-        """Return whether the next chunk is omitted from the K/V window.
+        """Return whether to omit the next chunk from the K/V window.
 
         Args:
             moved: Whether the camera moves within the chunk, or between the previous chunk and this
                 one.
-            same_prompt: Whether the prompt is the same as for the previous chunk.
+            same_prompt: Whether the prompt is the same as the previous chunk's.
             ring_frames: Number of latent frames in the window, excluding sink frames.
         """
         rests = not moved and self.frames_at_pose >= REST_FRAMES
@@ -72,10 +72,10 @@ class RestState:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class WorldCoordinates(ImageStartedPipeline):
-    """Immutable state of a session's camera and conditioning. Camera tensors are on the host."""
+    """Immutable camera and conditioning state of a session. Camera tensors are on the host."""
 
     tail: CameraTail
-    """State of the camera after the last chunk."""
+    """Camera state after the last chunk."""
     rest: RestState = RestState()
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -89,14 +89,14 @@ class WorldCoordinates(ImageStartedPipeline):
 
 
 class LingBotScalars(ImageStartedScalars, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Scalar values in a session's snapshot, in the format that `LingBotSession.scalars` writes."""
+    """Scalars in a session's snapshot, in the format that `LingBotSession.scalars` returns."""
 
     pitch_degrees: float
     """Value of `CameraTail.pitch_degrees`."""
     largest_step: float = 0.0
     """Value of `CameraTail.largest_step`."""
     knows_world: bool = False
-    """Whether the world pose of the session is known (`CameraTail.start`)."""
+    """Whether the session's world pose is known (`CameraTail.start`)."""
     frames_at_pose: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Value of `RestState.frames_at_pose`."""
     frames_of_prompt: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -153,29 +153,29 @@ class LingBotSession(ImageStartedSession[KVWindows, WorldCoordinates]):
 
 @dataclass(frozen=True)
 class ChunkInputs:
-    """The validated request of one chunk. The camera tensors are fp64 on the CPU."""
+    """A validated chunk request. The camera tensors are fp64 on the CPU."""
 
     prompt: str
     """Prompt of the chunk."""
     seed: int
     """Seed of the noise."""
     image: torch.Tensor | None
-    """New start image, uint8 [H, W, 3] of any size, or None for the session's image."""
+    """New start image, uint8 [H, W, 3] of any size. None: the session's image is used."""
     relative_F44: torch.Tensor
     """Pose of each latent frame relative to the previous one."""
     intrinsics_F4: torch.Tensor
     """Camera intrinsics fx, fy, cx, cy in output pixels."""
     tail: CameraTail
-    """State of the camera after the chunk."""
+    """Camera state after the chunk."""
     flags_F4: torch.Tensor | None
-    """Flags of the keys w a s d, or None if the model is not conditioned on keys."""
+    """Flags for the keys w a s d. None if the model is not conditioned on keys."""
     world_F44: torch.Tensor | None = None
-    """World pose of each latent frame, in metres, or None if the world pose is unknown."""
+    """World pose of each latent frame, in metres. None if the world pose is unknown."""
     moves: bool = True
     """Whether the camera moves within the chunk, or between the previous chunk and this one."""
 
     def world_poses_of(self) -> list[list[float]] | None:
-        """Return x, z (metres), heading and pitch (degrees) of each latent frame, or None if the
+        """Return each latent frame's x and z (metres), heading and pitch (degrees), or None if the
         world pose is unknown.
         """
         if self.world_F44 is None:
@@ -188,20 +188,20 @@ class ChunkInputs:
 
 @dataclass(eq=False, kw_only=True)
 class LingBotChunk(StreamingChunk[KVWindows, WorldCoordinates]):
-    """Working set of one chunk in flight. `own` is the state of the camera and the conditioning
-    after the chunk.
+    """Working set of one chunk in flight. `own` is the camera and conditioning state after the
+    chunk.
     """
 
     schedule: FewStepSchedule
-    """Denoise steps of the chunk."""
+    """The chunk's denoise schedule."""
     y: torch.Tensor | None
-    """Conditioning [20, F, h, w], or None on stages that embed no patches."""
+    """Conditioning [20, F, h, w]. None on stages that do not embed patches."""
     camera_map: torch.Tensor | None
-    """Control map [384 or 448, F, h, w], or None on the VAE stage."""
+    """Control map [384 or 448, F, h, w]. None on the VAE stage."""
     world_features: torch.Tensor | None = None
-    """Features of the world pose (`world_pose.py`), or None if the model is not a `world` model."""
+    """World pose features (`world_pose.py`). None if the model is not a `world` model."""
     world_poses: list[list[float]] | None = None
-    """Position x and z, heading and pitch of each latent frame, or None if they are unknown."""
+    """Position x and z, heading and pitch of each latent frame. None if they are unknown."""
 
     camera: list[torch.Tensor] | None = None
     """Camera modulation of each layer. None before the first step and after the last step."""

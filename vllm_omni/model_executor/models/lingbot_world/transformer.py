@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The causal diffusion transformer of LingBot-World-Fast. One forward pass processes chunks of
+"""The causal diffusion transformer of LingBot-World-Fast. One forward pass can process chunks from
 several sessions.
 
-The module holds the parameters of one rank and implements the computation of that rank (a
-tensor-parallel shard, a pipeline stage, or a part of the tokens). It does not depend on sessions,
-requests or schedules, because each batch entry provides its own K/V window, camera modulation and
-cross-attention K/V. Maths: Robbyant/lingbot-world @ a43bec7, wan/modules/model_fast.py.
+The module contains the network's parameters and maths for this rank (a tensor-parallel shard, a
+pipeline stage, or some of the tokens). It does not depend on sessions, requests or schedules,
+because each batch entry provides its own K/V window, camera modulation and cross-attention K/V.
+Maths: Robbyant/lingbot-world @ a43bec7, wan/modules/model_fast.py.
 
-The base classes are in `transformer/transformer.py` and, for the forward pass,
-`transformer/chunk_transformer.py`.
+The base classes are in `wan/transformer/transformer.py` and, for the forward pass,
+`wan/transformer/chunk_transformer.py`.
 """
 
 # B batch entries (one chunk of one session each), L tokens of a chunk, T of them on this rank, D
@@ -42,8 +42,8 @@ class CameraItem(ImageItem):
     """A batch entry with camera modulation."""
 
     camera: list[torch.Tensor]
-    """Result of `LingBotTransformer.camera_modulation`: one tensor [2, T, D] with the factor and
-    the shift for each layer.
+    """Result of `LingBotTransformer.camera_modulation`: one tensor [2, T, D] per layer, with the
+    factor and the shift.
     """
 
 
@@ -113,15 +113,15 @@ class CameraBlock(WanBlock):
 
 
 class LingBotTransformer(ImageTransformer[LingBotWorldConfig]):
-    """The transformer layers of one rank. The constructor creates uninitialised parameters in
-    torch's default dtype on torch's default device.
+    """One rank's transformer layers. The constructor creates uninitialised parameters with torch's
+    default dtype, on torch's default device.
     """
 
     block_type = CameraBlock
     moving_fields = (*ImageTransformer.moving_fields, "camera")
     steady_fields = (*ImageTransformer.steady_fields, "camera")
     int8_weights = ("blocks.*.cam_*",)
-    """Layers that use int8 weights instead of FP8. These layers run only once per chunk, and FP8
+    """Layers whose weights are int8 rather than FP8. These layers run only once per chunk, and FP8
     would reduce the quality of the demo world by about 0.1 dB.
     """
 
@@ -139,17 +139,17 @@ class LingBotTransformer(ImageTransformer[LingBotWorldConfig]):
     def camera_modulation(
         self, camera: torch.Tensor, world: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
-        """Return the factor and shift of each layer, [2, T, D] in the dtype of the model.
+        """Return the factor and shift for each layer, [2, T, D] in the model's dtype.
 
-        The modulation is the same for all denoise steps of a chunk and takes up 3.57 GiB at
-        480x832. Each layer has a separate tensor, because a single tensor would require a
+        The modulation is the same for all of a chunk's denoise steps and takes up 3.57 GiB at
+        480x832. Each layer has a separate tensor, because one tensor for all layers would require a
         contiguous free block of 3.57 GiB, which may not exist in memory fragmented by decoder
-        caches. With tensor parallelism, this is a collective operation.
+        caches. The call is collective under tensor parallelism.
 
         Args:
             camera: Control map [384 or 448, F, h, w].
-            world: World-pose features for the tokens of all ranks, fp32 [tokens, WORLD_FEATURES],
-                or None if the model is not a `world` model.
+            world: World-pose features for the tokens of all ranks, fp32 [tokens, WORLD_FEATURES].
+                None if the model is not a `world` model.
         """
         own = self.parallel.token_slice(self.num_tokens(camera))
         tokens = patchify(camera)[own]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor names and shapes of a LingBot World transformer, and strict loading.
 
-The tensor names and shapes in the files are compared with the complete expected list before any
-data is read (`model_executor/checkpoint/loading.py`, `wan/checkpoint/loading.py`). `checkpoint.py`
-locates the files.
+All names and shapes in the files are compared with the expected ones before any data is read
+(`model_executor/checkpoint/loading.py`, `wan/checkpoint/loading.py`). `checkpoint.py` locates the
+files.
 """
 
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ from vllm_omni.model_executor.models.wan.transformer.weights import Sizes
 from vllm_omni.model_executor.models.wan.vae.latents import VAE_SPATIAL
 
 CAMERA_TENSOR = "patch_embedding_wancamctrl.weight"
-"""Name of a tensor that exists in LingBot World transformers but in no other Wan transformer."""
+"""Name of a tensor that LingBot World transformers have but other Wan transformers do not."""
 
 TRANSFORMER_TENSORS: dict[str, Sizes] = {
-    # The order of the entries determines which random values each tensor of a tiny checkpoint gets
-    # for a given seed. The camera's tensors come directly after the patch embedding.
+    # For a given seed, the order of the entries determines the random values of each tensor in a
+    # tiny checkpoint. The camera tensors come immediately after the patch embedding.
     **{
         name: shape
         for name, shape in wan.TRANSFORMER_TENSORS.items()
@@ -43,8 +43,8 @@ TRANSFORMER_TENSORS: dict[str, Sizes] = {
     "c2ws_hidden_states_layer2.bias": ("D",),
     **wan.TRANSFORMER_TENSORS,
 }
-"""Tensors outside the blocks: the tensors that every Wan transformer has, and the camera's tensors.
-C is the number of folded camera channels.
+"""Tensors outside the blocks: those that every Wan transformer has, and the camera tensors. C is
+the number of folded camera channels.
 """
 
 WORLD_TENSORS: dict[str, Sizes] = {
@@ -53,7 +53,7 @@ WORLD_TENSORS: dict[str, Sizes] = {
     "world_pose_layer2.weight": ("D", "D"),
     "world_pose_layer2.bias": ("D",),
 }
-"""Additional tensors of a `world` model. W is the number of features of the world pose."""
+"""Additional tensors of a `world` model. W is the number of world pose features."""
 
 _FOLD = (2 * VAE_SPATIAL) ** 2
 """Number of pixels per token. Each control channel contributes one input per pixel."""
@@ -71,11 +71,11 @@ BLOCK_TENSORS: dict[str, Sizes] = {
         for kind in ("weight", "bias")
     },
 }
-"""Tensors of each block: the tensors that every Wan transformer has, and the camera's tensors."""
+"""Tensors of each block: those that every Wan transformer has, and the camera tensors."""
 
 
 def transformer_shapes(config: LingBotWorldConfig) -> dict[str, Shape]:
-    """Return the shape of every tensor of a transformer with this architecture, by name. The
+    """Return the shape of every tensor in a transformer with this architecture, keyed by name. The
     released v1 model has 1421 tensors.
     """
     patch = config.patch_size[1] * config.patch_size[2]
@@ -91,8 +91,8 @@ def transformer_shapes(config: LingBotWorldConfig) -> dict[str, Shape]:
 def config_of_tensors(
     shapes: Mapping[str, Shape], where: str, num_heads: int | None = None
 ) -> dict[str, Any]:
-    """Derive sizes and the control type from tensor shapes, and return them under the `config.json`
-    keys of the original.
+    """Derive the network's dimensions and the control type from tensor shapes, and return them
+    under the original's `config.json` keys.
 
     Raises:
         ValueError: The tensors do not belong to a LingBot World transformer, or the number of heads
@@ -112,14 +112,14 @@ def config_of_tensors(
 
 
 def load_transformer(transformer: nn.Module, path: Path, config: LingBotWorldConfig) -> None:
-    """Load the transformer's weights from safetensors files. Only the layers and shards of this
-    rank are loaded.
+    """Load the transformer's weights from safetensors files. Only this rank's layers and shards are
+    loaded.
     """
     load_strict(transformer, open_tensors(path), transformer_shapes(config), what="transformer")
 
 
 def adapter_target(transformer: nn.Module, config: LingBotWorldConfig) -> AdapterTarget:
-    """Return the transformer as a target of LoRA adapters."""
+    """Return the transformer as an `AdapterTarget` for LoRA adapters."""
     # Imported here, because code that only describes a checkpoint does not need this module.
     from vllm_omni.model_executor.models.wan.transformer.layers import PatchEmbedding
 

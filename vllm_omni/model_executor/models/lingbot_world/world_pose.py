@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes features of the camera's world pose, which a transformer with control type `world`
+"""Compute features of the camera's world pose, which a transformer with control type `world`
 receives in addition to the camera's motion.
 
-The features of a token are the directions, in world axes, of the rays through 4 x 4 points of its
-16 x 16 pixels. The features of a latent frame are the sines and cosines of the position at the
-first eight harmonics of the world's period, and a flag that is set if the pose is known. If the
-pose is unknown, all features are zero. This module depends only on torch, because the training code
-also uses it.
+A token's features are the directions, in world axes, of the rays through 4 x 4 points of its 16 x
+16 pixels. A latent frame's features are the sines and cosines of the position at the first eight
+harmonics of the world's period, and a flag that is set if the pose is known. If the pose is
+unknown, all features are zero. This module depends only on torch, because the training code also
+uses it.
 """
 
 # F latent frames, P tokens of a frame
@@ -52,7 +52,7 @@ def token_rays(intrinsics_F4: torch.Tensor, height: int, width: int) -> torch.Te
 
 
 def frame_features(positions_F2: torch.Tensor, period_m: float) -> torch.Tensor:
-    """Return the features of each latent frame with a known position, [F, FRAME_FEATURES].
+    """Return the features of latent frames whose positions are known, [F, FRAME_FEATURES].
 
     Args:
         positions_F2: Positions x, z in metres, fp64.
@@ -76,11 +76,10 @@ def world_features(
     width: int,
     period_m: float,
 ) -> torch.Tensor:
-    """Return the world-pose features of all tokens of a chunk.
+    """Return the world-pose features of all tokens in a chunk.
 
     Args:
-        world_F44: World pose of each latent frame, fp64, in metres, or None if the poses are
-            unknown.
+        world_F44: World pose of each latent frame, fp64, in metres. None if the poses are unknown.
         intrinsics_F4: Camera intrinsics fx, fy, cx, cy in output pixels, fp64.
         height, width: Size of the output in pixels.
         period_m: Distance in metres after which the world repeats.

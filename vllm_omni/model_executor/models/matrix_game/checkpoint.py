@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locates the components of a Matrix-Game 2.0 checkpoint, and loads its transformer strictly with a
+"""Locate the components of a Matrix-Game 2.0 checkpoint, and load its transformer strictly, using a
 table of tensor names.
 
 The original repository contains three transformers, each in its own folder, next to one VAE and one
-CLIP. A served directory contains one transformer: it is the repository with a single transformer
-folder, or a transformer folder with the other components inside or next to it. Converted
-checkpoints use diffusers' folders. Tensor names may have the prefix `model.`. If there are weight
-files, variant and sizes are derived from the tensors, because the released configs are outdated.
+CLIP. A served directory contains one transformer: it is the repository with only one of its
+transformer folders, or a transformer folder with the other components inside or next to it.
+Converted checkpoints use the diffusers folders. Tensor names can have a `model.` prefix. If there
+are weight files, the variant and the network's dimensions are derived from the tensors, because the
+released configs are outdated.
 """
 
 import logging
@@ -45,7 +46,7 @@ FOLDERS = {
     "gta_distilled_model": "gta_drive",
     "templerun_distilled_model": "templerun",
 }
-"""Folders of the streaming models in the original repository, and the variant in each folder."""
+"""Variants of the streaming models, keyed by folder in the original repository."""
 _PLACES = (*FOLDERS, "transformer")
 LAYOUTS = (
     "original",
@@ -59,11 +60,11 @@ LAYOUTS = (
 
 _CLASSES = ("MatrixGameWanModel", "CausalMatrixGameWanModel")
 _MARK = re.compile(r"^(model\.)?blocks\.\d+\.action_model\.keyboard_embed\.0\.weight\Z")
-"""Pattern for the name of a tensor that exists in no other Wan transformer."""
+"""Pattern for the name of a tensor that no other Wan transformer has."""
 
 RULES: Rules = (*TRANSFORMER_RULES, *wan.IMAGE_RULES)
-"""Rules that map prefixes and diffusers' names to the original names. The rules leave original
-names unchanged.
+"""Rules that strip prefixes and map diffusers names to the original names. Original names are left
+unchanged.
 """
 
 OUTSIDE_TENSORS: dict[str, Sizes] = {
@@ -80,25 +81,27 @@ _UNUSED = (
     "img_attn_q_norm.weight",
     "img_attn_k_norm.weight",
 )
-"""Gains of action modules' norms that the original code loads but never applies."""
+"""Gains of the action modules' norms. The original code loads these gains but never applies
+them."""
 
 
 @dataclass(frozen=True)
 class CheckpointLayout(WanComponents):
-    """Components of one checkpoint. `transformer` is a folder of safetensors."""
+    """The components of one checkpoint. `transformer` is a folder of safetensors files."""
 
     download_name: ClassVar[str] = "matrix_game"
 
     kind: Literal["original", "diffusers"]
-    """Whether the checkpoint has the layout of the original repository or diffusers' layout."""
+    """Whether the checkpoint uses the original repository's layout or the diffusers layout."""
 
     def release(self) -> str:
         variant = FOLDERS.get(self.transformer.name, "universal")
         return self.download_name if variant == "universal" else f"{self.download_name}_{variant}"
 
     def transformer_config(self) -> dict[str, Any]:
-        """Return the transformer's `config.json`. If there are weight files, its sizes are replaced
-        by those of the tensors."""
+        """Return the transformer's `config.json`. If there are weight files, the dimensions derived
+        from the stored tensors replace those in the config.
+        """
         path = self.transformer / "config.json"
         stated = read_json(path) if path.exists() else {}
         if not any(self.transformer.glob("*.safetensors")):
@@ -110,8 +113,8 @@ def find_layout(path: Path) -> CheckpointLayout:
     """Locate the components in `path`, or next to it if `path` is the transformer's folder.
 
     Raises:
-        ValueError: The directory contains no transformer of this model, or more than one. The
-            message is one line.
+        ValueError: The directory contains no transformer of this model, or several. The message is
+            one line.
     """
     found = [name for name in _PLACES if _is_transformer(path / name)]
     if len(found) > 1:
@@ -133,12 +136,14 @@ def is_checkpoint(path: Path) -> bool:
     try:
         return any(_is_transformer(folder) for folder in (path, *(path / name for name in _PLACES)))
     except (ValueError, OSError):
-        # A damaged checkpoint still belongs to this family. `hf_config` reports the details.
+        # A damaged checkpoint still belongs to this family. `hf_config` reports what is wrong with
+        # it.
         return any((path / name).is_dir() for name in FOLDERS)
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return `chunk_hf_config` of this checkpoint, with `kind`. Weight files are not needed.
+    """Return the result of `chunk_hf_config` for this checkpoint, including its `kind`. No weight
+    files are required.
 
     Raises ValueError if the checkpoint is not usable.
     """
@@ -153,9 +158,10 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 
 def overlaid(stated: Mapping[str, Any], shapes: Mapping[str, Shape], where: str) -> dict[str, Any]:
-    """Return the config `stated`, with its sizes replaced by those of the stored tensors.
+    """Return the `stated` config, with its dimensions replaced by those derived from the stored
+    tensors.
 
-    The tensors may have the names of any layout. Raises ValueError if the tensors belong to another
+    The tensor names may follow any layout. Raises ValueError if the tensors belong to another
     network.
     """
     named = {rename(name, RULES): shape for name, shape in shapes.items()}
@@ -187,8 +193,8 @@ def overlaid(stated: Mapping[str, Any], shapes: Mapping[str, Shape], where: str)
 
 
 def transformer_shapes(config: MatrixGameConfig) -> dict[str, Shape]:
-    """Return the shape of every transformer tensor in a checkpoint, by name. There are 1114 tensors
-    in the universal model and 964 in the Temple Run model.
+    """Return the shape of every transformer tensor in a checkpoint, keyed by name. The universal
+    model has 1114 tensors and the Temple Run model has 964.
     """
     shapes = wan.network_shapes(config, OUTSIDE_TENSORS, wan.BLOCK_TENSORS)
     for layer in config.action_blocks:
@@ -232,7 +238,8 @@ def load_transformer(
     transformer: nn.Module, source: TensorSource, config: MatrixGameConfig
 ) -> None:
     """Load this rank's stage and shard of the transformer. Raises ValueError if tensor names or
-    shapes do not match."""
+    shapes do not match.
+    """
     load_strict(transformer, source, transformer_shapes(config), RULES, what="transformer")
     unused = [name for name in source.shapes if name.endswith(_UNUSED)]
     trained = [
@@ -250,7 +257,8 @@ def load_transformer(
 
 def adapter_target(transformer: nn.Module, config: MatrixGameConfig) -> AdapterTarget:
     """Return the transformer as an `AdapterTarget` for LoRA adapters, without the gains that are
-    never applied."""
+    never applied.
+    """
     # Imported here, because code that only describes a checkpoint does not need this class.
     from vllm_omni.model_executor.models.wan.transformer.layers import PatchEmbedding
 
@@ -262,9 +270,9 @@ def adapter_target(transformer: nn.Module, config: MatrixGameConfig) -> AdapterT
 
 def _is_transformer(folder: Path) -> bool:
     """Return whether a folder contains a streaming Matrix-Game transformer, according to its tensor
-    names, its name or its class.
+    names.
 
-    Without weights (`--load-format dummy`), a config is sufficient.
+    If there are no weights (`--load-format dummy`), the config and the folder's name decide.
     """
     if not (folder.is_dir() and folder.name != "base_model"):
         return False

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architecture of a Matrix-Game 2.0 checkpoint (`MatrixGameConfig`), its controls, schedule and
-windows.
+"""The architecture of a Matrix-Game 2.0 checkpoint (`MatrixGameConfig`), and its controls, schedule
+and window sizes.
 
-The number of keyboard values identifies the variant. Every key of a config is checked. Sizes are
-read from the tensors if possible (`checkpoint.py`), because the released configs are outdated.
+The number of keyboard values identifies the variant. Every config key is checked. Dimensions are
+derived from the tensors if possible (`checkpoint.py`), because the released configs are outdated.
 """
 
 from collections.abc import Mapping
@@ -34,11 +34,11 @@ from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.stream import StreamModelSetup
 
 FPS = 25.0
-"""Frame rate in training, in frames per second."""
+"""Training frame rate in frames per second."""
 _SHIFT = 5.0
 TURN: Final = 0.1
-"""Rotation of the camera per video frame while a key is held. The console of the original sends no
-other magnitude.
+"""Value that a held turn or look key adds to a mouse axis in each video frame. The original's
+console does not send any other magnitude.
 """
 
 _YAW = Axis(
@@ -68,21 +68,21 @@ class MatrixGameVariant:
     name: str
     """Name of the variant."""
     space: ActionSpace
-    """Actions that clients may send."""
+    """Actions that clients can send."""
     keyboard: tuple[str | None, ...]
-    """Button for each column of the keyboard input. None: the column is set while no key is held.
+    """Button for each column of the keyboard input. None: the column is set while no keys are held.
     """
     turns: Mapping[str, tuple[float, float]]
-    """Values (pitch, yaw) that each button adds to the mouse axes, by button name."""
+    """Values (pitch, yaw) that a button adds to the mouse axes, keyed by button name."""
     window_frames: int
-    """Number of latent frames that a chunk sees, including its own."""
+    """Number of latent frames that a chunk attends to, including its own."""
     steps: tuple[int, ...]
-    """Denoise steps of a chunk. Step s refers to entry 1000 - s of the timestep table with shift 5.
+    """Denoise steps per chunk. Step s refers to entry 1000 - s of the timestep table with shift 5.
     """
 
 
 def _buttons(*rows: str) -> tuple[Button, ...]:
-    """Parse a list of buttons, each with name, title and key codes separated by bars."""
+    """Parse a list of buttons, each given as its name, title and key codes, separated by bars."""
     return tuple(
         Button(name, title, tuple(codes))
         for name, title, *codes in (row.split("|") for row in rows)
@@ -131,10 +131,10 @@ _BY_KEYS: Final = {len(variant.keyboard): variant for variant in VARIANTS}
 
 @dataclass(frozen=True)
 class MatrixGameConfig(ChunkTransformerConfig):
-    """Architecture of the transformer. The defaults are those of the released universal model."""
+    """Architecture of the transformer. The defaults describe the released universal model."""
 
     native_size: ClassVar[tuple[int, int]] = (352, 640)
-    """Height and width at which the released models were trained."""
+    """Height and width, in pixels, that the released models were trained at."""
     dim: int = 1536
     """Width of the network."""
     ffn_dim: int = 8960
@@ -146,29 +146,29 @@ class MatrixGameConfig(ChunkTransformerConfig):
     num_layers: int = 30
     """Number of transformer blocks."""
     text_dim: int = 1280
-    """Width of the image embeddings, which replace text embeddings."""
+    """Width of the image embeddings, which take the place of text embeddings."""
     text_len: int = 257
     """Number of image embeddings."""
     keyboard_dim: int = 4
     """Number of keyboard values per video frame."""
     mouse_dim: int = 2
-    """Number of mouse values per video frame. 0: the model has no mouse."""
+    """Number of mouse values per video frame. 0: the model has no mouse input."""
     action_blocks: tuple[int, ...] = tuple(range(15))
-    """Indices of the layers with an action module."""
+    """Indices of the layers that have an action module."""
     action_heads: int = 16
     """Number of attention heads in each branch of an action module."""
     keyboard_embed: int = 128
-    """Width of the embedded key states of a video frame."""
+    """Width of the embedding of a video frame's key states."""
     keyboard_width: int = 1024
-    """Width of the keyboard branch's attention."""
+    """Attention width of the keyboard branch."""
     mouse_width: int = 1024
-    """Width of the mouse branch's attention."""
+    """Attention width of the mouse branch."""
     action_rope_dim: int = 8
-    """Number of rotated channels of an action head."""
+    """Number of rotated channels per action head."""
     action_rope_theta: float = 256.0
-    """Base of the rotary frequencies of action heads."""
+    """Base of the action heads' rotary frequencies."""
     action_latents: int = 3
-    """Number of latent frames whose actions condition a latent frame."""
+    """Number of latent frames whose actions condition each latent frame."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -207,14 +207,14 @@ class MatrixGameConfig(ChunkTransformerConfig):
 
     @property
     def action_frames(self) -> int:
-        """Return the number of video frames whose actions condition a latent frame."""
+        """Return the number of video frames whose actions condition each latent frame."""
         return VAE_TEMPORAL * self.action_latents
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "MatrixGameConfig":
-        """Read a transformer's `config.json` with the keys of either layout. An empty mapping
-        results in the config of the released universal model. If the config specifies no window,
-        the window of the variant is used.
+        """Read a transformer's `config.json`, with the keys of either layout. An empty mapping
+        gives the released universal model's config. If the config does not specify a window, the
+        variant's window is used.
 
         Raises:
             ValueError: A key is unknown, or a value is not supported.
@@ -292,7 +292,7 @@ def _action_fields(values: Mapping[str, Any], dim: int) -> dict[str, Any]:
         fields["mouse_width"] = fields.get("keyboard_width", MatrixGameConfig.keyboard_width)
     rotated = values.get("mouse_qk_dim_list") or values.get("rope_dim_list")
     if rotated:
-        # The value applies to both branches. The other channels of a head are not rotated.
+        # The value applies to both branches. A head's other channels are not rotated.
         fields["action_rope_dim"] = rotated[0]
     return fields
 
@@ -307,7 +307,7 @@ PRESETS: Final[Mapping[PresetName, Preset]] = {
     ),
 }
 """Only `small` uses FP8. The network is narrow and its window is short, so FP8 saves memory but
-hardly any time. A preset `balanced` would therefore be the same as `reference`.
+hardly any time. A `balanced` preset would be identical to `reference`.
 """
 
 
@@ -318,8 +318,9 @@ class MatrixGameOptions(StreamingOptions, frozen=True, forbid_unknown_fields=Tru
 
 
 def schedule_of(variant: MatrixGameVariant, max_steps: int | None = None) -> FewStepSchedule:
-    """Return the denoise schedule of a variant. The schedule is computed in fp32, as in training,
-    because fp64 would change the timesteps by 1e-4."""
+    """Return a variant's denoise schedule. It is computed in fp32, as in training, because fp64
+    would change the timesteps by 1e-4.
+    """
     indices = [1000 - step for step in variant.steps]
     return with_most_steps(few_step_schedule("exact", _SHIFT, indices, np.float32), max_steps)
 
@@ -329,7 +330,8 @@ MatrixGameStream = StreamModelSetup[MatrixGameConfig, MatrixGameOptions]
 
 def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> MatrixGameStream:
     """Read the family's part of `hf_config` and the serving options. Raises ValueError if either is
-    invalid."""
+    invalid.
+    """
     config, options = (
         MatrixGameConfig.from_checkpoint(checkpoint["transformer"]),
         MatrixGameOptions.read_options(omni.model),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Downloads of the released streaming models of Matrix-Game 2.0, each with the original
-repository's VAE and CLIP.
+"""Download the released streaming models of Matrix-Game 2.0, each with the original repository's
+VAE and CLIP.
 
 Download sizes come from public file lists. The model card states the MIT licence. It is not known
-whether the licence of the base model adds terms, so read both model cards.
+whether the base model's licence adds terms, so read both model cards.
 """
 
 from pathlib import Path
@@ -31,11 +31,11 @@ RELEASES = {
 
 
 def check_complete(path: Path) -> None:
-    """Raise ValueError unless all components exist and the transformer's tensors have the right
-    names and shapes.
+    """Raise ValueError if a component is missing or if the transformer's tensors have wrong names
+    or shapes.
 
-    Only file names and headers are read. The tensors of the other components are checked when they
-    are loaded.
+    The check reads only file names and headers. The tensors of the other components are checked
+    when they are loaded.
     """
     from vllm_omni.model_executor.models.matrix_game.checkpoint import (
         RULES,

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Matrix-Game 2.0 pipeline: chunks of three or four denoise steps and a clean-context pass.
+"""The Matrix-Game 2.0 pipeline: each chunk takes three or four denoise steps and a clean-context
+pass.
 
     write the keyboard K/V of the chunk's actions            first denoise_step
     x = noise(seed, chunk, 0)
@@ -86,7 +87,7 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
     session_type = MatrixGameSession
     session_windows = True
     rounding: ClassVar[Rounding] = "truncate"
-    """Pixels are truncated when they are converted to uint8, as in the original."""
+    """The conversion to uint8 truncates pixel values, as in the original."""
 
     config: MatrixGameConfig
 
@@ -104,7 +105,7 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
         self.condition = (
             GreyCondition(self.vae, chunk_frames=self.plan.chunk_frames) if first_stage else None
         )
-        """Computes the conditioning on the start image. None on ranks that embed no patches."""
+        """Computes the conditioning on the start image. None on ranks that do not embed patches."""
 
     def load_checkpoint(self, layout: CheckpointLayout) -> None:
         def load() -> None:
@@ -228,8 +229,9 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
     def _image(
         self, image: torch.Tensor | None, session: MatrixGameSession, num_frames: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, ConditionState | None]:
-        """Return CLIP's hidden states of the session's image. On the first stage, also return the
-        conditioning y and its next state."""
+        """Return CLIP's hidden states for the session's image. On the first stage, also return the
+        conditioning y and its next state.
+        """
         pixels, device = None, self.transformer.device
         if image is not None:
             pixels = cut_image(image, session.shape.height, session.shape.width)
@@ -245,8 +247,8 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
         )
 
     def start_step(self, request: Request) -> None:
-        """Compute the actions, the keyboard K/V and the K/V of the image once per chunk. The call
-        is collective under tensor parallelism.
+        """Compute the actions, the keyboard K/V and the image K/V once per chunk. The call is
+        collective under tensor parallelism.
         """
         chunk = request.work
         if chunk.actions is not None:

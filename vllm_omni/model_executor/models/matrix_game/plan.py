@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory and compute of Matrix-Game for `vllm-omni plan`, including action modules and
-cross-attention to image embeddings."""
+"""Memory and compute of Matrix-Game for `vllm-omni plan`, including the action modules and the
+cross-attention to image embeddings.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from vllm_omni.model_executor.models.wan.plan import check_world, transformer_si
 from vllm_omni.planning.stream_model import Changes, FamilyPlan, StreamModel
 
 _CLIP_WEIGHTS = 1.26e9
-"""Size in bytes of ViT-H/14's vision tower in bf16, without its last layer."""
+"""Size of the ViT-H/14 vision tower without its last layer, in bytes (bf16)."""
 
 
 def _named(name: str, changes: Changes) -> StreamModel:

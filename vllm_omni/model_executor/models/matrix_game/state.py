@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of a Matrix-Game session (three K/V windows) and working set of a chunk.
+"""The state of a Matrix-Game session (three K/V windows) and the working set of a chunk.
 
 `StreamingSession.own` contains the conditioning state, the image embeddings for cross-attention,
 and the most recent actions, which condition later latent frames.
 """
 
-# F latent frames of a chunk, P video frames of a chunk, K values of a video frame's keyboard and
-# mouse, R video frames that condition a latent frame
+# F latent frames of a chunk, P video frames of a chunk, K keyboard and mouse values of a video
+# frame, R video frames that condition a latent frame
 
 import math
 from collections.abc import Hashable
@@ -35,11 +35,11 @@ from vllm_omni.tensors.saved import SavedTensors
 
 
 class ActionWindows(WindowSet):
-    """The K/V windows of a session on one rank.
+    """A session's K/V windows on one rank.
 
-    As a `KVView`, this object behaves like the self-attention window `trunk`. A stage with action
-    modules also has the window `mouse`, with K/V for every token of a frame, and the window
-    `keyboard`, with one key and one value per frame.
+    As a `KVView`, this object behaves like `trunk`, the self-attention window. A stage with action
+    modules also has a `mouse` window, with K/V for every token of a frame, and a `keyboard` window,
+    with one key and one value per frame.
     """
 
     def __init__(self, **windows: KVWindow) -> None:
@@ -73,14 +73,14 @@ class ActionWindows(WindowSet):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MatrixGameConditioning(ImageStartedPipeline):
-    """Immutable state of a session's image and actions."""
+    """Immutable image and action state of a session."""
 
     actions: torch.Tensor
     """Actions of the latest video frames, which condition the next chunk, fp32 [R - 3, K] on the
     host.
     """
     image: torch.Tensor | None
-    """CLIP's hidden states of the start image. None: the rank has no layers."""
+    """CLIP's hidden states for the start image. None: the rank has no layers."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         image = {} if self.image is None else {"image": self.image}
@@ -94,14 +94,14 @@ class MatrixGameConditioning(ImageStartedPipeline):
 
 @dataclass(frozen=True)
 class MatrixGameConditioningLayout:
-    """Sizes of a `MatrixGameConditioning`. A field is None if this rank does not store the
-    value.
+    """Shapes and dtypes of the tensors in a `MatrixGameConditioning`. A field is None if this rank
+    does not store the corresponding tensor.
     """
 
     actions: tuple[int, int]
     """Shape of `MatrixGameConditioning.actions`."""
     image: tuple[tuple[int, int], torch.dtype] | None
-    """Shape and dtype of CLIP's hidden states."""
+    """Shape and dtype of the CLIP hidden states."""
     condition: ConditionLayout | None
     """Layout of `ImageStartedPipeline.condition`."""
 
@@ -137,21 +137,23 @@ class MatrixGameChunk(StreamingChunk[ActionWindows, MatrixGameConditioning]):
     """
 
     schedule: FewStepSchedule
-    """Denoise schedule of the chunk."""
+    """The chunk's denoise schedule."""
     y: torch.Tensor | None
-    """Conditioning on the start image, [20, F, h, w]. None on stages that embed no patches."""
+    """Conditioning on the start image, [20, F, h, w]. None on stages that do not embed patches."""
     windows: torch.Tensor
     """Actions of each latent frame, fp32 [F, R, K] on the host."""
     actions: Any = None
-    """Result of `MatrixGameTransformer.actions` on the device, set before the first pass."""
+    """Result of `MatrixGameTransformer.actions` on the device, set before the chunk's first forward
+    pass.
+    """
 
 
 # -- actions ---------------------------------------------------------------------------------------
 
 
 def action_values(rows: ActionFrames, variant: MatrixGameVariant) -> torch.Tensor:
-    """Convert controls to fp32 keyboard values. If the model has a mouse, the keyboard values are
-    followed by the mouse values (pitch, yaw).
+    """Convert controls to fp32 keyboard values, followed by the mouse values (pitch, yaw) if the
+    model has mouse input.
     """
     space = variant.space
     held = dict(zip(space.button_names, rows.buttons_NB.float().unbind(1), strict=True))
@@ -173,9 +175,9 @@ def action_windows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the actions that condition each latent frame of a chunk.
 
-    Latent frame k is conditioned on the actions of video frames 4 k - R to 4 k - 1. The last video
-    frame of latent frame k is not among them. For frames before the start of the stream, the
-    actions of its first video frame are used.
+    Latent frame k is conditioned on the actions of video frames 4 k - R to 4 k - 1, which do not
+    include the last video frame of latent frame k. For frames before the start of the stream, the
+    actions of the stream's first video frame are used.
 
     Returns:
         The actions [F, R, K], and the latest actions, which the next chunk requires.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix-Game 2.0's causal diffusion transformer: Wan's transformer with action modules in some
-blocks and image embeddings for cross-attention.
+"""Matrix-Game 2.0's causal diffusion transformer: the Wan transformer with action modules in some
+blocks and cross-attention to image embeddings.
 
 An action module runs between cross-attention and the FFN. In the mouse branch, each token is
 combined with the mouse values of its frame and attends over time to tokens at the same position. In
-the keyboard branch, every token attends over time to K/V that are computed from key states. The K/V
-window of each branch is as long as the window of self-attention. Keyboard K/V depend only on the
-chunk's actions and are written once per chunk (`write_keyboard`).
+the keyboard branch, every token attends over time to K/V computed from key states. Each branch's
+K/V window is as long as the self-attention window. Keyboard K/V depend only on the chunk's actions
+and are written once per chunk (`write_keyboard`).
 
 Maths: SkyworkAI/Matrix-Game @ 6146d7a, Matrix-Game-2, wan/modules/action_module.py and
 causal_model.py.
@@ -56,7 +56,8 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 def head_rms_rope(
     x: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """RMS-normalise each head of [..., T, N, H] without a weight and rotate its first 2 C channels.
+    """RMS-normalise each head of `x` [..., T, N, H] without a weight, and rotate its first 2 C
+    channels.
 
     The result has the dtype of `x`.
     """
@@ -71,8 +72,8 @@ def head_rms_rope(
 def attention_over_time(
     q_FSNH: torch.Tensor, k_WSNH: torch.Tensor, v_WSNH: torch.Tensor
 ) -> torch.Tensor:
-    """Compute attention of each token position over the visible frames. This function uses no
-    kernel for long sequences, because there are only a few keys.
+    """Compute each token position's attention over the visible frames. No kernel for long sequences
+    is used, because there are only a few keys.
     """
     q, k, v = q_FSNH.float().unsqueeze(1), k_WSNH.float(), v_WSNH.float()
     weights_FWSN = ((q * k).sum(-1) / math.sqrt(q.shape[-1])).softmax(dim=1)
@@ -81,7 +82,7 @@ def attention_over_time(
 
 @dataclass(frozen=True)
 class MatrixGameFusedOps(FusedOps):
-    """The pointwise ops of Wan and of the action modules."""
+    """The pointwise ops of the Wan transformer and of the action modules."""
 
     head_rms_rope: Callable[..., torch.Tensor] = head_rms_rope
     attention_over_time: Callable[..., torch.Tensor] = attention_over_time
@@ -92,19 +93,21 @@ class ActionItem(ImageItem):
     """A batch entry with actions."""
 
     mouse: torch.Tensor | None
-    """Mouse values per token, [T, R * values], in the model's dtype. None: the model has no mouse.
+    """Mouse values per token, [T, R * values], in the model's dtype. None: the model has no mouse
+    input.
     """
     action_cos: torch.Tensor
-    """Cosines of the rotations of action heads for all F S tokens, fp32 [F S, C]."""
+    """Cosines of the action heads' rotations for all F S tokens, fp32 [F S, C]."""
     action_sin: torch.Tensor
     """Sines of the rotations, with the shape of `action_cos`."""
     window: ActionWindows
-    """K/V windows of the session. The keyboard window already contains the frames of the chunk."""
+    """The session's K/V windows. The keyboard window already contains the chunk's frames."""
 
 
 class ActionModule(nn.Module):
     """The mouse and keyboard branches of a block. The parameters of both branches have the same
-    names as in the original. The gains of the norms in the original are not used."""
+    names as in the original. As in the original, the norms' gains are not used.
+    """
 
     def __init__(
         self,
@@ -142,12 +145,12 @@ class ActionModule(nn.Module):
             self.proj_mouse = RowLinear(width, dim, *common, f"{prefix}.proj_mouse", bias=False)
 
     def forward(self, x_BTD: torch.Tensor, items: Sequence[ActionItem], index: int) -> torch.Tensor:
-        """Return the residual stream after the updates of both branches. `index` is the index of
-        the module within its stage.
+        """Return the residual stream after the updates of both branches. `index` is the module's
+        index within its stage.
         """
         first = self.keyboard_embed[0]
         assert isinstance(first, nn.Linear)
-        dtype = first.weight.dtype  # dtype of the model, because this layer is never quantized
+        dtype = first.weight.dtype  # the model's dtype, because this layer is never quantized
         if self.config.mouse_dim:
             x_BTD = (x_BTD + self.mouse(x_BTD.to(dtype), items, index)).to(x_BTD.dtype)
         return (x_BTD + self.keyboard(x_BTD.to(dtype), items, index)).to(x_BTD.dtype)
@@ -155,7 +158,8 @@ class ActionModule(nn.Module):
     def keyboard_kv(
         self, keyboard_FRK: torch.Tensor, rotation: Rotation
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V [F, N, H] of each latent frame from the key states of its video frames.
+        """Return each latent frame's K and V [F, N, H], computed from the key states of its video
+        frames.
 
         `rotation` is (cos, sin) [F, C].
         """
@@ -164,7 +168,7 @@ class ActionModule(nn.Module):
         return self.fused_ops.head_rms_rope(k, *rotation, self.config.eps), v
 
     def mouse(self, x_BTD: torch.Tensor, items: Sequence[ActionItem], index: int) -> torch.Tensor:
-        """Return the update of the mouse branch and write its K/V."""
+        """Return the mouse branch's update, and write its K/V."""
         mouse = stack([item.mouse for item in items if item.mouse is not None])
         qkv = self.t_qkv(self.mouse_mlp(torch.cat((x_BTD, mouse), dim=-1)))
         q, k, v = self._heads(qkv, 3, self.config.mouse_width)
@@ -188,8 +192,7 @@ class ActionModule(nn.Module):
     def keyboard(
         self, x_BTD: torch.Tensor, items: Sequence[ActionItem], index: int
     ) -> torch.Tensor:
-        """Return the update of the keyboard branch. The K/V of this branch must already have been
-        written."""
+        """Return the keyboard branch's update. Its K/V must already have been written."""
         (q,) = self._heads(self.mouse_attn_q(x_BTD), 1, self.config.keyboard_width)
         attended = []
         for item, q_TNH in zip(items, q, strict=True):
@@ -208,7 +211,7 @@ class ActionModule(nn.Module):
 
 
 class ActionBlock(WanBlock):
-    """A block with an action module. `action_index` is the index of the module within its stage."""
+    """A block with an action module. `action_index` is the module's index within its stage."""
 
     fused_ops: MatrixGameFusedOps
     action_index = 0
@@ -241,8 +244,9 @@ class ActionBlock(WanBlock):
 
 
 class MatrixGameTransformer(ImageTransformer[MatrixGameConfig]):
-    """This rank's part of the network. The parameters of a new network are uninitialised and have
-    torch's default dtype and device."""
+    """This rank's part of the network. The parameters of a new instance are uninitialised and use
+    torch's default dtype and device.
+    """
 
     fused_ops_type = MatrixGameFusedOps
     moving_fields = (*ImageTransformer.moving_fields, "mouse", "action_cos", "action_sin")
@@ -270,7 +274,7 @@ class MatrixGameTransformer(ImageTransformer[MatrixGameConfig]):
             block.action_index = index
 
     def action_blocks(self) -> list[ActionBlock]:
-        """Return the blocks of this stage that have an action module."""
+        """Return this stage's blocks that have an action module."""
         return [block for block in self._blocks() if isinstance(block, ActionBlock)]
 
     def move_layers(self, move: LayerMove) -> None:
@@ -293,8 +297,8 @@ class MatrixGameTransformer(ImageTransformer[MatrixGameConfig]):
     def write_keyboard(
         self, window: ActionWindows, frames: range, keyboard_FRK: torch.Tensor
     ) -> None:
-        """Write a chunk's keyboard K/V for every block of this stage. Call this before the first
-        pass of the chunk.
+        """Write a chunk's keyboard K/V for every block of this stage that has an action module.
+        Call this before the chunk's first forward pass.
 
         `keyboard_FRK` is fp32 on the CPU. The call uses no collectives.
         """

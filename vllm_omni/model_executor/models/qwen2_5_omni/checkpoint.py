@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the config, the voices, single tensors and single rows of tensors from a Qwen2.5-Omni
+"""Read the config, the voices, individual tensors and individual tensor rows from a Qwen2.5-Omni
 checkpoint directory.
 
-Tensors are not cached. Three engines and the process that connects them read the same checkpoint of
-22 GB, and the connecting process needs only some rows of two embedding tables.
+Tensors are not cached. Three engines and the process that connects them read the same 22 GB
+checkpoint, and the connecting process needs only some rows of two embedding tables.
 """
 
 import json
@@ -32,12 +32,13 @@ class SpeakerVoice:
     ref_mel: torch.Tensor
     """Mel spectrogram of the reference audio, fp32 [1, T, mel]."""
     bos_token: int
-    """Token whose text embedding starts the speech in the talker's prompt."""
+    """Token whose text embedding marks the start of speech in the talker's prompt."""
 
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether a directory contains a Qwen2.5-Omni checkpoint. The check is cheap and never
-    raises."""
+    raises.
+    """
     try:
         config = json.loads((path / "config.json").read_text())
     except (OSError, ValueError):
@@ -46,8 +47,8 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the content of `config.json`. Raises a one-line ValueError if the checkpoint has no
-    speech output.
+    """Return the contents of `config.json`. Raises a one-line ValueError if the checkpoint does not
+    support speech output.
     """
     config: dict[str, Any] = json.loads((path / "config.json").read_text())
     missing = [
@@ -65,7 +66,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def missing_files(path: Path) -> list[str]:
     """Return the names of missing weight files. The index lists the required files; without an
-    index, a single file is required.
+    index, one file is required.
     """
     index = path / _INDEX
     named = (
@@ -115,8 +116,9 @@ class CheckpointTensors:
                     yield name.removeprefix(prefix), file.get_tensor(name)
 
     def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
-        """Return rows of a matrix, `[len(indices), width]`, in their stored dtype. Raises
-        ValueError if there is no tensor `name`."""
+        """Return the given rows of the matrix `name`, `[len(indices), width]`, in their stored
+        dtype. Raises ValueError if that tensor does not exist.
+        """
         if name not in self._files:
             raise ValueError(f"the checkpoint holds no tensor {name!r}")
         with safe_open(self._files[name], framework="pt") as file:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments, the start and the shutdown of the three engines of a Qwen2.5-Omni checkpoint.
+"""Arguments, startup and shutdown of the three engines for a Qwen2.5-Omni checkpoint.
 
-Each engine is a stock `AsyncLLM` on the same directory. The thinker may also be the engine of
-vLLM's own server, which then owns this engine. By default the thinker uses most of a GPU;
-`SpeechEngineOptions` can override every argument.
+Each engine is a stock `AsyncLLM` on the same directory. The thinker can also be the engine of
+vLLM's own server, which then owns it. By default, the thinker uses most of a GPU.
+`SpeechEngineOptions` can override the arguments of the talker and token2wav.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from vllm_omni.model_executor.models.qwen2_5_omni.talker import talker_hf_config
 
 
 def thinker_args(path: Path, **overrides: Any) -> AsyncEngineArgs:
-    """Return arguments of vLLM's own Qwen2.5-Omni thinker on the AR worker."""
+    """Return the arguments for vLLM's own Qwen2.5-Omni thinker on the AR worker."""
     defaults: dict[str, Any] = {
         "worker_cls": AR_WORKER_CLS,
         "scheduler_cls": AR_SCHEDULER_CLS,
@@ -75,8 +75,9 @@ def _dtype(path: Path) -> str:
 
 
 class SpeechEngines:
-    """Owns the engines. `composition` serves requests. Use this class as `async with await
-    SpeechEngines.start_engines(path)`."""
+    """Owns the engines. `composition` serves the requests. Use this class as
+    `async with await SpeechEngines.start_engines(path)`.
+    """
 
     def __init__(self, composition: SpeechComposition) -> None:
         self.composition = composition
@@ -89,8 +90,8 @@ class SpeechEngines:
         thinker: AsyncLLM | None = None,
         **thinker_overrides: Any,
     ) -> Self:
-        """Start the engines. If `thinker` is given, this existing engine is used. If one engine
-        fails to start, the started engines are shut down.
+        """Start the engines. If `thinker` is given, it is used instead of a new thinker engine. If
+        an engine fails to start, the engines that have already started are shut down.
         """
         options = options or SpeechEngineOptions()
         defaults = options.speech_defaults
@@ -101,9 +102,9 @@ class SpeechEngines:
         }
         if thinker is None:
             wanted = {"thinker": thinker_args(path, **thinker_overrides), **wanted}
-        # On CPUs, starting an engine mostly waits for imports and loading, so all engines start
-        # concurrently. On GPUs, an engine measures its memory as the difference before and after
-        # loading, so engines start one after another.
+        # On CPUs, most of the startup time is spent on imports and loading, so all engines start
+        # concurrently. On GPUs, an engine measures its memory use by comparing the GPU's memory
+        # before and after loading, so the engines start one after another.
         names = list(wanted)
         turns = [names] if current_platform.is_cpu() else [[name] for name in names]
         engines: list[ComposedEngine] = []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describes the `qwen2_5_omni` family for the command line and the config parser.
 
-With `--config-format omni`, a checkpoint directory is interpreted as its token2wav model, which the
-diffusion worker runs. Thinker and talker use the checkpoint's own config (`engines.py`).
+With `--config-format omni`, a checkpoint directory stands for its token2wav model, which the
+diffusion worker runs. The thinker and the talker use the checkpoint's own config (`engines.py`).
 """
 
 import json
@@ -48,8 +48,8 @@ def _hf_config(path: Path) -> dict[str, Any]:
 
 
 def _check_options(hf_config: dict[str, Any], omni: OmniConfig) -> None:
-    """Check `omni.model`. A server's `omni.model` contains the options of all three engines. The
-    token2wav engine's `omni.model` contains only the options of that engine.
+    """Check `omni.model`. A server's `omni.model` contains the options for all three engines. The
+    token2wav engine's `omni.model` contains only that engine's options.
     """
     if set(omni.model) <= {field.name for field in msgspec.structs.fields(Token2WavModelOptions)}:
         parse_options(Token2WavModelOptions, omni.model, "omni.model")
@@ -68,7 +68,7 @@ def _serve_flags(path: Path, on_cpu: bool) -> dict[str, str]:
 
 
 async def _start_speech(path: Path, omni: OmniConfig, thinker: "AsyncLLM") -> "SpeechModel":
-    # Imported here, because the module `engines` imports vLLM's engine.
+    # Imported here, because the `engines` module imports vLLM's engine.
     from vllm_omni.model_executor.models.qwen2_5_omni.engines import SpeechEngines
 
     options = parse_options(SpeechEngineOptions, omni.model, "omni.model")
@@ -83,7 +83,7 @@ FAMILY = ModelFamily(
     hf_config=_hf_config,
     layouts=("original",),
     check_options=_check_options,
-    # The engine of the server is the thinker. The endpoint plugin starts the other two engines.
+    # The server's engine is the thinker. The endpoint plugin starts the other two engines.
     serve_flags=_serve_flags,
     endpoint_plugins=("vllm_omni_speech",),
     start_speech=_start_speech,

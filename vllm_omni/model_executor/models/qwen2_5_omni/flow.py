@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`FlowSolver`: solves one interval of token2wav's flow with few kernel launches.
 
-For a short audio chunk, kernel launches take longer than the kernels of the DiT, so the number of
-launches determines the duration. In each of the four evaluations of an interval, transformers'
-forward pass of the DiT recomputes several results: the speaker encoder for the reference audio,
-both code embeddings, rotary angles, and a mask of [2 B, heads, T, T] in each layer. In
-`FlowSolver`, `conditions` are computed once per clip, masks are broadcast, and an interval of a
-repeated size is a single CUDA graph. Operations on the latents are the same as in transformers, in
-the same order, so the result is bitwise equal.
+For a short audio chunk, launching the DiT's kernels takes longer than running them, so the number
+of launches determines how long a chunk takes. An interval takes four evaluations of the DiT. In
+each evaluation, transformers' forward pass recomputes the speaker encoder's output for the
+reference audio, both code embeddings, the rotary angles, and a [2 B, heads, T, T] mask in each
+layer. `FlowSolver` computes `conditions` once per clip, broadcasts the masks, and replays an
+interval of a repeated size as one CUDA graph. Operations on the latents are the same as in
+transformers and run in the same order, so the result matches the output of transformers bit for
+bit.
 
-B requests, G = 2 B with guidance (conditional half first), else B; T mel frames, M mel bins, D
+B requests, G = 2 B with guidance (conditional half first), otherwise B; T mel frames, M mel bins, D
 width of the DiT's conditions, N codes.
 """
 
@@ -21,12 +22,13 @@ import torch
 from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs, Inputs
 
 _KEPT_GRAPHS = 32
-"""Maximum number of CUDA graphs. There is one graph for each combination of number of codes and
-batch size.
+"""Maximum number of CUDA graphs. There is one graph per combination of code count and batch size.
 """
 
 Mask = tuple[int, int]
-"""Numbers of attention blocks before and after the current block to which a layer attends."""
+"""Number of attention blocks that a layer attends to before the current block, and the number after
+it.
+"""
 
 
 class FlowSolver:
@@ -50,8 +52,9 @@ class FlowSolver:
     def conditions(
         self, codes_1N: torch.Tensor, speaker_1D: torch.Tensor, ref_mel: torch.Tensor, guided: bool
     ) -> torch.Tensor:
-        """Return the inputs of the DiT for one request, other than the latents: the embeddings of
-        the reference audio, the codes and the speaker, concatenated to [G, T, D]."""
+        """Return the DiT's inputs for one request, other than the latents: the embeddings of the
+        reference audio, the codes and the speaker, concatenated to [G, T, D].
+        """
         embed, encoder = self._dit.text_embed, self._dit.input_embed.spk_encoder
         code_GTD = embed(codes_1N, drop_code=False)
         speaker_GTD = speaker_1D.unsqueeze(1).repeat(1, code_GTD.shape[1], 1)
@@ -72,7 +75,7 @@ class FlowSolver:
         *,
         comes_again: bool,
     ) -> torch.Tensor:
-        """Return the change of the mel spectrogram from flow time `start` to `end`, [B, T, M].
+        """Return the change in the mel spectrogram from flow time `start` to `end`, [B, T, M].
 
         Args:
             mel_BTM: Mel spectrogram at `start`.
@@ -80,8 +83,8 @@ class FlowSolver:
             end_B11: Flow time at which the interval ends.
             conditions_GTD: Result of `conditions`.
             guidance_B11: Guidance scale.
-            comes_again: Whether more intervals of this size will follow, so that a CUDA graph pays
-                off.
+            comes_again: Whether more intervals of this size will follow, so that capturing a CUDA
+                graph pays off.
         """
         guided = conditions_GTD.shape[0] != mel_BTM.shape[0]
         inputs = {
@@ -104,7 +107,8 @@ class FlowSolver:
 
     def _positions(self, mel_BTM: torch.Tensor) -> Inputs:
         """Return the rotary angles [1, T, head dim], and an attention mask [1, 1, T, T] for each
-        `Mask` of the layers."""
+        `Mask` that the layers use.
+        """
         frames = torch.arange(mel_BTM.shape[1], device=mel_BTM.device)
         cos, sin = self._dit.rotary_embed(mel_BTM, frames[None, :])
         block = frames // self._dit.block_size
@@ -151,7 +155,7 @@ def _layer(
     angles: tuple[torch.Tensor, torch.Tensor],
     mask: torch.Tensor,
 ) -> torch.Tensor:
-    """Run one of transformers' layers with a precomputed mask."""
+    """Run one DiT layer from transformers with a precomputed mask."""
     attended, gate_attention, shift, scale, gate_mlp = layer.attn_norm(x, emb=time_GD)
     x = x + gate_attention.unsqueeze(1) * layer.attn(
         attended, position_embeddings=angles, attention_mask=mask
@@ -163,8 +167,9 @@ def _layer(
 def _three_eighths(
     velocity: Any, start: torch.Tensor, end: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
-    """Return the change over one interval, computed by Kutta's 3/8 rule with the operations in the
-    same order as in transformers."""
+    """Return the change over one interval, computed with Kutta's 3/8 rule. The operations run in
+    the same order as in transformers.
+    """
     step, third = end - start, 1 / 3
     k1 = velocity(start, value)
     k2 = velocity(start + step * third, value + step * k1 * third)

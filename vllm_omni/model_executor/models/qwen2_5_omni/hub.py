@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Downloads of Qwen2.5-Omni: the 7B model, and the 3B model as a separate release. Download sizes
-are estimated from the number of parameters.
+"""Download Qwen2.5-Omni: the 7B model, and the 3B model as a separate release. Download sizes are
+estimated from the parameter counts.
 
-The licences are those in the model cards. The licence of the 3B model allows only research use.
+The model cards state the licences. The 3B model's licence allows only research use.
 """
 
 from pathlib import Path
@@ -22,7 +22,9 @@ RELEASES = {
 
 
 def check_complete(path: Path) -> None:
-    """Raise ValueError unless the config, the voices and every weight file of the index exist."""
+    """Raise ValueError if the config, the voices or a weight file listed in the index is
+    missing.
+    """
     from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import missing_files, read_config
 
     read_config(path)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SpeechComposition`: runs one request through thinker, talker and token2wav, and streams text and
-audio.
+"""`SpeechComposition`: runs a request through the thinker, the talker and token2wav, and streams
+text and audio.
 
     thinker --text--------------------------------------------> reader
        \\--states, when the reply is complete--> talker --codes--> token2wav --sound--> reader
 
-There are two bounded queues: codes between talker and token2wav, and events to the reader. Audio is
-streamed in chunks, of which the first one is short (`SpeechDefaults.part_codes`). Each chunk is
-computed with the surrounding codes as context (`ready_chunks`). With `chunk_codes=0`, the audio is
-a single clip that is equal to the result of transformers.
+There are two bounded queues: one for codes from the talker to token2wav, and one for events to the
+reader. Audio is streamed in chunks, the first of which is short (`SpeechDefaults.part_codes`). Each
+chunk is computed with the surrounding codes as context (`ready_chunks`). With `chunk_codes=0`, the
+audio is one clip, which matches the output of Hugging Face Transformers.
 """
 
 import asyncio
@@ -40,31 +40,31 @@ from vllm_omni.outputs import RequestFailed
 
 @dataclass
 class SpeechTimings:
-    """Timestamps of the events of one request, in seconds."""
+    """Timestamps of a request's events, in seconds."""
 
     start_s: float = field(default_factory=time.perf_counter)
-    """Arrival time of the request, as returned by `time.perf_counter`."""
+    """Arrival time of the request, as read from `time.perf_counter`."""
     marks_s: dict[str, float] = field(default_factory=dict)
-    """Time of each event in seconds since the arrival, by the event's name."""
+    """Time of each event in seconds since the arrival, keyed by event name."""
 
     def mark(self, name: str) -> None:
-        """Record the time of an event, unless it has been recorded before."""
+        """Record the time of an event if it has not been recorded before."""
         self.marks_s.setdefault(name, time.perf_counter() - self.start_s)
 
     def last(self, name: str) -> None:
-        """Record the time of an event, replacing an earlier one."""
+        """Record the time of an event, replacing any earlier time."""
         self.marks_s[name] = time.perf_counter() - self.start_s
 
 
 def ready_chunks(
     num_codes: int, finished: bool, emitted: int, how: SpeechDefaults
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield `(first, last, left, right)` of the audio chunks that can be computed after the first
-    `emitted` codes.
+    """Yield `(first, last, left, right)` for each audio chunk that follows the first `emitted`
+    codes and can already be computed.
 
     A chunk is the audio of codes [first, last), with `left` and `right` codes of context. Until all
     codes have been generated (`finished`), only full chunks with complete right context are
-    yielded. Afterwards, all remaining chunks are yielded.
+    yielded. After that, all remaining chunks are yielded.
     """
     if how.chunk_codes == 0:
         if finished and num_codes:
@@ -86,17 +86,17 @@ class SpeechReply:
     request_id: str
     """Id of the request."""
     how: SpeechDefaults
-    """Speech options of this reply. `voice` is always set."""
+    """Speech options for this reply. `voice` is always set."""
     seed: int | None
-    """Seed of the speech. None: a random seed is used."""
+    """Seed for the speech. None: a random seed is used."""
     timings: SpeechTimings = field(default_factory=SpeechTimings)
     """Timestamps of the request."""
     codes: asyncio.Queue[int | None] = field(init=False)
-    """Codes from the talker to token2wav, terminated by None. The queue has room for all codes of a
-    reply.
+    """Codes from the talker to token2wav, terminated by None. The queue has room for all of a
+    reply's codes.
 
     vLLM's engine generates codes at its own speed and buffers them. A shorter queue would not slow
-    the engine down, but would occupy the talker's slot until the audio has been generated.
+    the engine down, but the reply would occupy the talker's slot until its audio was generated.
     """
 
     def __post_init__(self) -> None:
@@ -105,7 +105,8 @@ class SpeechReply:
 
 class SpeechComposition:
     """A `SpeechModel` that consists of three engines on one checkpoint: the autoregressive thinker
-    and talker, and the token2wav diffusion model."""
+    and talker, and the token2wav diffusion model.
+    """
 
     sample_rate = SAMPLE_RATE
 
@@ -133,13 +134,16 @@ class SpeechComposition:
             self._slots.put_nowait(slot)
 
     def check_voice(self, voice: str | None) -> None:
-        """Raise `RequestFailed("invalid_request", ...)` with a list of all voices if the checkpoint
-        lacks `voice`."""
+        """If the checkpoint does not contain `voice`, raise `RequestFailed("invalid_request", ...)`
+        with a list of all voices.
+        """
         if voice:
             self.builder.check_voice(voice)
 
     def check_alive(self) -> None:
-        """Raise `ComposedEngineDied` with the name of the first dead engine."""
+        """If an engine has died, raise `ComposedEngineDied` with the name of the first dead
+        engine.
+        """
         for engine in self.engines:
             engine.check_alive()
 
@@ -157,10 +161,10 @@ class SpeechComposition:
         """Generate a reply and convert it to speech. Text and audio are yielded as they are
         generated.
 
-        `engine_input` is the rendered prompt of the thinker. `speech` contains the speech options
-        of this request (None: the server's defaults), and `voice` overrides its voice. The method
-        raises `RequestFailed`, `ComposedEngineDied`, or vLLM's own client errors. Closing the
-        generator, or cancelling the task that reads from it, aborts the request in every engine.
+        `engine_input` is the thinker's rendered prompt. `speech` contains this request's speech
+        options (None: the server's defaults), and `voice` overrides their voice. The method raises
+        `RequestFailed`, `ComposedEngineDied`, or vLLM's own client errors. Closing the generator,
+        or cancelling the task that reads from it, aborts the request in every engine.
         """
         spoken = self._start(request_id, speech, voice, seed, timings)
         params = params.clone()
@@ -203,8 +207,8 @@ class SpeechComposition:
         seed: int | None = None,
         timings: SpeechTimings | None = None,
     ) -> AsyncGenerator[AudioChunk, None]:
-        """Convert a given reply to speech word for word. The thinker processes this reply as if the
-        thinker itself had generated it.
+        """Convert a given reply to speech, word for word. The thinker processes the reply as if it
+        had generated the reply itself.
 
         `prompt_ids` is the conversation up to the reply. `text_ids` is the reply, including the
         end-of-turn token.
@@ -217,8 +221,8 @@ class SpeechComposition:
             from vllm.inputs import tokens_input
 
             states: list[HiddenStates | None] = []
-            # The last token is omitted, because its hidden state is not used. The sampled token
-            # takes its place.
+            # The last token is omitted, because its hidden state is not used. A sampled token takes
+            # its place.
             prompt = tokens_input(prompt_token_ids=[*prompt_ids, *text_ids[:-1]])
             async for output in self.thinker.generate(prompt, params, f"{request_id}-thinker"):
                 states.append(hidden_states_of(output))
@@ -254,7 +258,7 @@ class SpeechComposition:
         grids: VisualGrids,
         spoken: SpeechReply,
     ) -> None:
-        """Generate all codes of the speech and put them into the queue, followed by None."""
+        """Generate all codes for the speech and put them into the queue, followed by None."""
         spoken.timings.last("thinker_done")
         joined = concat(states)
         token_ids = [*prompt_ids, *reply_ids]

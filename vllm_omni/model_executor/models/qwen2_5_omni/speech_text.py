@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TalkerPromptBuilder`: builds the talker's prompt from the results of the thinker.
+"""`TalkerPromptBuilder`: builds the talker's prompt from the thinker's results.
 
-The computation is the same as in transformers' `Qwen2_5OmniForConditionalGeneration.generate`,
-where "state" denotes the final hidden state plus the embedding of a token:
+The prompt is built as in transformers' `Qwen2_5OmniForConditionalGeneration.generate`. Below,
+"state" denotes a token's final hidden state plus its embedding:
 
     prompt position p
-        state of token p, with a zero embedding for placeholders of sound and images
+        state of token p, with a zero embedding for audio, image and video placeholders
     after the prompt
         embedding of the voice's first token + codec PAD; state of reply token 0 + codec BOS
     generated code k
         its codec embedding + entry k+1 of: states of the reply, text END, then text PAD repeated
 
-The last token of the reply, usually the end of the turn, has no state, because it was never an
-input of the thinker. Embeddings are read from the checkpoint; this module contains no model.
+The reply's last token, usually the end-of-turn token, has no state, because it was never an input
+to the thinker. Embeddings are read from the checkpoint; this module contains no model.
 """
 
 import functools
@@ -37,16 +37,18 @@ from vllm_omni.outputs import RequestFailed
 
 @dataclass(frozen=True)
 class VisualGrids:
-    """Sizes of the images, videos and audio clips of a prompt, which determine rotary positions."""
+    """Sizes of the images, videos and audio clips in a prompt, which determine the rotary
+    positions.
+    """
 
     image_grid_thw: torch.Tensor | None = None
     """Grid size (time, height, width) of each image, int64 [N, 3]."""
     video_grid_thw: torch.Tensor | None = None
     """Grid size (time, height, width) of each video, int64 [N, 3]."""
     second_per_grid: torch.Tensor | None = None
-    """Seconds per grid step of each video, fp32 [N]."""
+    """Seconds per grid step for each video, fp32 [N]."""
     audio_lengths: torch.Tensor | None = None
-    """Length of each audio clip in frames of the audio encoder's input, int64 [N]."""
+    """Length of each audio clip in input frames of the audio encoder, int64 [N]."""
 
     @property
     def any(self) -> bool:
@@ -54,7 +56,7 @@ class VisualGrids:
 
 
 def visual_grids(engine_input: Any) -> VisualGrids:
-    """Read the sizes from the thinker's rendered prompt (`EngineInput`)."""
+    """Read the grids from the thinker's rendered prompt (`EngineInput`)."""
     if engine_input.get("type") != "multimodal":
         return VisualGrids()
     items = engine_input["mm_kwargs"]
@@ -77,8 +79,9 @@ def visual_grids(engine_input: Any) -> VisualGrids:
 
 
 class TalkerPromptBuilder:
-    """Builds talker prompts with the token ids, the voices and the memory-mapped embedding tables
-    of one checkpoint."""
+    """Builds talker prompts, using one checkpoint's token ids, voices and memory-mapped embedding
+    tables.
+    """
 
     def __init__(self, path: Path) -> None:
         config: Any = Qwen2_5OmniConfig.from_pretrained(path)
@@ -96,12 +99,13 @@ class TalkerPromptBuilder:
 
     @property
     def stop_codes(self) -> list[int]:
-        """Return the codec tokens that end the speech. These tokens are not part of the speech."""
+        """Return the codec tokens that end the speech but are not part of it."""
         return [self.talker.tts_codec_pad_token_id, self.talker.tts_codec_end_token_id]
 
     def check_voice(self, name: str) -> None:
-        """Raise `RequestFailed("invalid_request", ...)` with a list of all voices if the checkpoint
-        lacks `name`."""
+        """If the checkpoint does not contain voice `name`, raise
+        `RequestFailed("invalid_request", ...)` with a list of all voices.
+        """
         if name not in self.voices:
             raise RequestFailed(
                 "invalid_request", f"voice {name!r} is unknown; known: {', '.join(self.voices)}"
@@ -119,10 +123,10 @@ class TalkerPromptBuilder:
 
         Args:
             token_ids: Token ids of the thinker's prompt, followed by its reply.
-            prompt_len: Number of tokens of the prompt.
-            states: Final hidden states of all tokens except the last, in order.
+            prompt_len: Number of tokens in the prompt.
+            states: Final hidden states of all tokens except the last one, in order.
             voice: Name of the voice.
-            grids: Sizes of images and videos.
+            grids: Sizes of images, videos and audio clips.
         """
         rows = len(token_ids) - 1
         if rows <= prompt_len:
@@ -161,8 +165,8 @@ class TalkerPromptBuilder:
         return embeddings
 
     def _positions(self, text_ids: Sequence[int], grids: VisualGrids) -> torch.Tensor:
-        """Return the rotary positions [3, L]. Images and videos have 3-D positions, which are
-        computed by transformers' own function.
+        """Return the rotary positions [3, L]. Images and videos have 3-D positions, which
+        transformers' own function computes.
         """
         if not grids.any:
             return torch.arange(len(text_ids)).expand(3, -1).contiguous()
@@ -180,8 +184,8 @@ class TalkerPromptBuilder:
 
     @functools.cached_property
     def _rope_model(self) -> Any:
-        """Return transformers' talker without weights. The object is needed because the position
-        function is a method of the talker.
+        """Return transformers' talker without weights. It is needed because the position function
+        is a method of the talker class.
         """
         with torch.device("meta"):
             return Qwen2_5OmniTalkerForConditionalGeneration(self.talker)

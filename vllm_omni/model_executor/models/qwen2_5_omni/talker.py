@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The talker as a vLLM model. The talker generates codec tokens from the hidden states of the
-thinker, one of which is added at every step.
+"""The talker as a vLLM model. It generates codec tokens from the thinker's hidden states: at each
+step, one of the vectors derived from them (`TalkerPrompt.reply_RD`) is added to the codec
+embedding.
 
 The model consists of vLLM's own modules: `Qwen2Model`, `LogitsProcessor` and M-RoPE. The attention
 layers take an explicit head size, because the talker's width is not heads x head size. To add the
-hidden states, the model must find the hidden states of each token's request.
+hidden states, the model must find the ones that belong to each token's request.
 
 **Slots.** vLLM passes no request id to `forward`. The M-RoPE positions are the only argument of
 `forward` that the model controls: it computes them for each request (`get_mrope_input_positions`),
-and vLLM increments them from there. The position of sequence index n of the request in slot s is
-therefore `s << SLOT_SHIFT | n`, in all three dimensions. `forward` decodes this position and looks
-up embeddings, reply states and the real rotary positions in fixed-size buffers. This scheme works
-with both runner generations, and with chunked prefill, preemption, async scheduling and CUDA
-graphs. The scheme needs no hook in the runner.
+and vLLM increments them from there. For this reason, the position of sequence index n, for the
+request in slot s, is encoded as `s << SLOT_SHIFT | n` in all three dimensions. `forward` decodes
+this position and looks up embeddings, reply states and the real rotary positions in fixed-size
+buffers. This scheme works with both of vLLM's model runners (V1 and V2), and with chunked prefill,
+preemption, async scheduling and CUDA graphs. It needs no hook in the runner.
 
 Prefix caching must be disabled, because the prompt ids of all requests are the same. Codec BOS is
 never sampled, as in the reference.
 
-T tokens of a batch, S slots, L prompt tokens, R reply states, D embedding size, H hidden size.
+T tokens in a batch, S slots, L prompt tokens, R reply states, D embedding size, H hidden size.
 """
 
 from collections.abc import Iterable
@@ -50,18 +51,18 @@ positions as int32."""
 
 
 def talker_hf_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config of the talker from the config of the whole checkpoint. The talker's engine
-    uses this function as `hf_overrides`.
+    """Return the talker's config, given the whole checkpoint's config. The talker's engine uses
+    this function as `hf_overrides`.
     """
-    # vLLM also applies the overrides to the sub-configs that they return.
+    # vLLM also applies the overrides to the sub-config that they return.
     talker = getattr(config, "talker_config", config)
     talker.architectures = [ARCHITECTURE]
     return talker
 
 
 class _TalkerLayer(Qwen2DecoderLayer):
-    """`Qwen2DecoderLayer` with an explicit head size, with biases on q, k and v, and without a bias
-    on o.
+    """`Qwen2DecoderLayer` with an explicit head size. The q, k and v projections have biases, and
+    the o projection does not.
     """
 
     def __init__(
@@ -149,8 +150,8 @@ class TalkerForConditionalGeneration(nn.Module, SupportsPP, SupportsMRoPE):
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[Any]
     ) -> tuple[torch.Tensor, int]:
-        """Copy the tensors of a request into its slot, and return the encoded positions of the
-        request and their offset. vLLM calls this method for each request.
+        """Copy a request's tensors into its slot, and return the request's encoded positions and
+        their offset. vLLM calls this method for each request.
 
         After preemption, `input_tokens` may include tokens that were already generated.
         """

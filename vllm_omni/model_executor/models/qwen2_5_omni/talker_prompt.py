@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The format in which a talker request contains the thinker's reply. The sender and the receiver
-both use this module.
+"""The format of the thinker's reply in a talker request. The sender and the receiver both use this
+module.
 
 A talker request is a stock `mm_input`. The request contains the real prompt token ids, because
 sampling penalties use them. It also contains one multimodal item of length zero, which carries the
-tensors for the model. The client chooses the `slot`, a number of at least 1 that no other request
-in flight uses. Slot 0 is reserved for requests without an item (vLLM's own warm-up). `talker.py` is
-the receiver.
+tensors for the model. The sender chooses the `slot`, a number of at least 1 that no other request
+in flight uses. Slot 0 is reserved for requests without an item (vLLM's own warm-up). The receiver
+is `talker.py`.
 """
 
 from dataclasses import dataclass
@@ -19,17 +19,18 @@ MODALITY = "thinker"
 
 @dataclass(frozen=True)
 class TalkerPrompt:
-    """The talker's input for one reply. L prompt tokens, R reply states, D the talker's embedding
-    size."""
+    """The talker's input for one reply. L is the number of prompt tokens, R the number of reply
+    states, and D the talker's embedding size.
+    """
 
     token_ids: list[int]
-    """The L codec ids of the prompt."""
+    """The prompt's L codec ids."""
     prompt_LD: torch.Tensor
     """Embedding of each prompt position: the sum of the hidden state and the token embedding. The
     last two positions also include codec embeddings."""
     reply_RD: torch.Tensor
-    """Values that are added to the codec embeddings of generated tokens. Row k belongs to generated
-    token k, and the last row to all tokens from k = R-1 on.
+    """Values to add to the codec embeddings of generated tokens. Row k belongs to generated token
+    k, and the last row belongs to all tokens from k = R-1 on.
     """
     positions_3L: torch.Tensor
     """Rotary positions of the prompt, int64."""
@@ -79,8 +80,9 @@ class TalkerPrompt:
 
 
 def read_item(data: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """Return `(prompt_LD, reply_RD, positions_3L, slot)` from the item of a request. The worker
-    calls this function."""
+    """Return `(prompt_LD, reply_RD, positions_3L, slot)` from a request's item. The worker calls
+    this function.
+    """
     prompt, reply, positions, slot = (
         data[name].data for name in ("prompt", "reply", "positions", "slot")
     )

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own thinker, with PyAV instead of torchaudio for resampling audio.
+"""vLLM's own thinker, with audio resampled by PyAV instead of torchaudio.
 
-By default vLLM resamples with torchaudio, which is not a dependency of vLLM's CPU builds. Without
-torchaudio, audio with a sample rate other than the model's 16 kHz would fail with status 500. The
-resampling method is an argument of the data parser, which the processing info of each model
-creates. Subclassing both classes is therefore the public way to choose the method. `serve_flags`
-selects this architecture.
+By default, vLLM resamples with torchaudio, which is not a dependency of vLLM's CPU builds. Without
+torchaudio, requests that contain audio at a sample rate other than the model's 16 kHz would fail
+with HTTP status 500. The resampling method is an argument of the data parser, which each model's
+processing info creates, so the public way to choose the method is to subclass both classes.
+`serve_flags` selects this architecture.
 """
 
 from typing import Final

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts codec tokens to a waveform with transformers' flow-matching DiT and BigVGAN vocoder, on
+"""Convert codec tokens to a waveform with transformers' flow-matching DiT and BigVGAN vocoder, on
 the diffusion worker.
 
 One solver interval (`flow.py`) is one denoise step, so an abort takes effect between intervals, and
-requests share batches. The solver is the same 3/8-rule Runge-Kutta method as in the reference. The
-solver also uses the same time grid and the same order of operations. A whole clip is therefore
-bitwise equal to the result of transformers' `Qwen2_5OmniToken2WavModel.forward` on the same
-machine.
+several requests can share a batch. As in the reference, the solver is the 3/8-rule Runge-Kutta
+method. It uses the same time grid and order of operations as the reference, so a whole clip matches
+the output of transformers' `Qwen2_5OmniToken2WavModel.forward` bit for bit on the same machine.
 
 B requests, T mel frames (`repeats` per code), M mel bins, N codes, S samples; G and D as in
 `flow.py`.
@@ -54,13 +53,13 @@ class _Clip:
     conditions_GTD: torch.Tensor
     """Result of `FlowSolver.conditions`."""
     num_codes: int
-    """Number of codes of the request, including context."""
+    """Number of codes in the request, including context."""
     times: torch.Tensor
-    """Flow times of the solver."""
+    """The solver's flow times."""
     guidance: float
-    """Guidance scale of the request."""
+    """The request's guidance scale."""
     options: Token2WavRequestOptions
-    """Options of the request."""
+    """The request's options."""
     comes_again: bool
     """Whether more requests of this size will follow; see `FlowSolver.interval`."""
 
@@ -88,8 +87,8 @@ class Token2WavPipeline(StepPipeline):
         self.flow = FlowSolver.create(self.token2wav.code2wav_dit_model, graphs.is_on)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load token2wav's tensors from the checkpoint files. `weights`, which contains all tensors
-        of the checkpoint, is ignored.
+        """Load token2wav's tensors from the checkpoint files. `weights`, which contains all of the
+        checkpoint's tensors, is ignored.
         """
         state = dict(CheckpointTensors(self.path).below(_PREFIX))
         # Loading is strict: missing, unexpected and misshapen keys all raise. The resampling
@@ -155,7 +154,7 @@ class Token2WavPipeline(StepPipeline):
             times=times.to(device),
             guidance=guidance,
             options=options,
-            # Whole clips and last chunks have arbitrary lengths, so a graph would not pay off.
+            # Whole clips and last chunks have arbitrary lengths, so a CUDA graph would not pay off.
             comes_again=options.first_code is not None
             and noise_1TM.shape[1] % self.dit_config.block_size == 0,
         )
@@ -208,13 +207,13 @@ class Token2WavPipeline(StepPipeline):
     def denoise_step(
         self, batch: Sequence[Request], hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run one interval of the solver for each request, and return the change of the mel
-        spectrogram, [B, T, M].
+        """Run one solver interval for each request, and return the change in the mel spectrogram,
+        [B, T, M].
         """
         clips: list[_Clip] = [request.work for request in batch]
         mel_BTM = torch.cat([clip.mel_1TM for clip in clips])
-        # All conditional halves come first, then all unconditional halves. Chunk h of a request's
-        # conditions is its half h.
+        # All conditional halves come first, followed by all unconditional halves. Splitting a
+        # request's conditions along the first axis yields its halves in this order.
         halves = zip(
             *(clip.conditions_GTD.chunk(clip.conditions_GTD.shape[0]) for clip in clips),
             strict=True,
@@ -263,8 +262,9 @@ class Token2WavPipeline(StepPipeline):
         request.session.chunk_index += 1
 
     def warmup_inputs(self) -> list[Inputs]:
-        """Return the inputs of audio chunks with the default sizes, and of a whole clip. The second
-        interval of each chunk is captured as a CUDA graph."""
+        """Return the inputs for audio chunks of the default sizes and for a whole clip. The second
+        interval of each chunk is captured as a CUDA graph.
+        """
         voice = {"voice": next(iter(self.voices))}
         sizes = [size for size in SpeechDefaults().part_sizes if size <= self.max_codes]
         components: list[Inputs] = [

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes the sizes of Wan's transformer, VAE, text encoder and image encoder. The networks are
-in other modules.
+"""Dimensions of Wan's transformer, VAE, text encoder and image encoder. The networks are in other
+modules.
 
 The command line and the config parser can import this module, because it imports nothing heavy. A
-`config.json` may use Wan's or diffusers' keys. Values missing from `config.json` are never guessed.
+`config.json` can use either Wan's or diffusers' keys. Values missing from `config.json` are never
+guessed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,8 +17,8 @@ from vllm_omni.model_executor.models.wan.vae.latents import LATENT_CHANNELS, VAE
 
 @dataclass(frozen=True)
 class WanConfig:
-    """Sizes of a Wan transformer. In the subclass of a model family, the defaults describe the
-    released model of that family.
+    """Dimensions of a Wan transformer. In a model family's subclass, the defaults describe that
+    family's released model.
     """
 
     dim: int
@@ -33,12 +34,12 @@ class WanConfig:
     out_channels: int = LATENT_CHANNELS
     """Number of channels of the predicted latents."""
     freq_dim: int = 256
-    """Size of the sinusoidal timestep embedding, which must be even."""
+    """Size of the sinusoidal timestep embedding. It must be even."""
     text_dim: int = 4096
     """Width of the text embeddings."""
     text_len: int = 512
-    """Sequence length in tokens to which every prompt is padded, because the networks were trained
-    with padding.
+    """Number of tokens that every prompt is padded to, because the networks were trained with
+    padding.
     """
     patch_size: tuple[int, int, int] = (1, 2, 2)
     """Patch size over (frame, row, column); only (1, 2, 2) is supported."""
@@ -66,26 +67,29 @@ class WanConfig:
 
 @dataclass(frozen=True)
 class ChunkTransformerConfig(WanConfig):
-    """Sizes of a causal transformer, and the serving parameters that its checkpoint recommends."""
+    """Dimensions of a causal transformer, and the serving parameters that its checkpoint
+    recommends.
+    """
 
     native_size: ClassVar[tuple[int, int]] = (480, 832)
-    """Height and width in pixels at which the released models were trained."""
+    """Height and width, in pixels, that the released models were trained at."""
     pixels_per_cell: ClassVar[int] = VAE_SPATIAL
-    """Number of pixels per latent cell along each side, for the model's autoencoder."""
+    """Number of pixels along each side of a latent cell in the model's autoencoder."""
 
     window_frames: int | None = None
-    """Recommended K/V window in latent frames, including sink frames, or None if the checkpoint
-    recommends none."""
+    """Recommended K/V window in latent frames, including sink frames. None if the checkpoint does
+    not recommend a window."""
     sink_frames: int | None = None
-    """Recommended number of sink frames, or None if the checkpoint recommends none."""
+    """Recommended number of sink frames. None if the checkpoint does not recommend one."""
     frames_per_chunk: int | None = None
-    """Recommended number of latent frames per chunk, or None if the checkpoint recommends none."""
+    """Recommended number of latent frames per chunk. None if the checkpoint does not recommend
+    one."""
 
     def latent_size(self, height: int, width: int) -> tuple[int, int]:
         """Convert a size in pixels to latent cells.
 
         Raises:
-            ValueError: The height or width is not a multiple of the side of two cells.
+            ValueError: The height or width is not a multiple of two latent cells.
         """
         multiple = self.pixels_per_cell * self.patch_size[1]
         if height % multiple or width % multiple or min(height, width) < multiple:
@@ -95,21 +99,21 @@ class ChunkTransformerConfig(WanConfig):
         return height // self.pixels_per_cell, width // self.pixels_per_cell
 
     def tokens_per_frame(self, height: int, width: int) -> int:
-        """Return the number of tokens per latent frame of a video of `height` x `width` pixels."""
+        """Return the number of tokens per latent frame for a video of `height` x `width` pixels."""
         latent_height, latent_width = self.latent_size(height, width)
         return latent_height * latent_width // (self.patch_size[1] * self.patch_size[2])
 
 
 @dataclass(frozen=True)
 class Trunk5BConfig(ChunkTransformerConfig):
-    """Sizes of a causal transformer that is derived from Wan2.2-TI2V-5B. The defaults describe the
+    """Dimensions of a causal transformer derived from Wan2.2-TI2V-5B. The defaults describe the
     released models.
     """
 
     native_size: ClassVar[tuple[int, int]] = (704, 1280)
-    """Height and width in pixels at which the released models were trained."""
+    """Height and width, in pixels, that the released models were trained at."""
     pixels_per_cell: ClassVar[int] = 16
-    """Number of pixels per latent cell of the Wan 2.2 VAE along each side."""
+    """Number of pixels along each side of a Wan 2.2 latent cell."""
     dim: int = 3072
     """Width of the network."""
     ffn_dim: int = 14336
@@ -117,7 +121,8 @@ class Trunk5BConfig(ChunkTransformerConfig):
     in_channels: int = 48
     """Number of input channels."""
     out_channels: int = 48
-    """Number of channels of the predicted latents, which equals the number of input channels."""
+    """Number of channels of the predicted latents, which is equal to the number of input
+    channels."""
     num_heads: int = 24
     """Number of attention heads."""
     num_layers: int = 30
@@ -152,7 +157,7 @@ RENAMED = {
     "sink_size": "sink_frames",
     "num_frames_per_block": "frames_per_chunk",
 }
-"""Config field for each key of a checkpoint's config, in the original's or diffusers' style."""
+"""Config field for each key in a checkpoint's config, in the original or the diffusers style."""
 
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "qk_norm": (True, "rms_norm_across_heads"),
@@ -162,8 +167,8 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "pos_embed_seq_len": (None,),
     "window_size": ([-1, -1], (-1, -1)),
 }
-"""Keys of a transformer config that must have one of the listed values, because the code supports
-no others.
+"""Transformer config keys that must have one of the listed values, because the code does not
+support any others.
 """
 
 IGNORED = (
@@ -174,8 +179,8 @@ IGNORED = (
     "torch_dtype",
     "dtype",
 )
-"""Keys of a transformer config that are ignored. `rope_max_seq_len` has no effect, because
-rotations are computed instead of read from a table of limited length.
+"""Transformer config keys that are ignored. `rope_max_seq_len` has no effect, because rotations are
+computed rather than read from a table of limited length.
 """
 
 
@@ -186,11 +191,11 @@ def check_keys(
     required: Mapping[str, tuple[Any, ...]],
     ignored: Iterable[str],
 ) -> None:
-    """Validate the keys of a config.
+    """Validate a config's keys.
 
     Args:
         values: The config to validate.
-        where: Name of the config in error messages.
+        where: Config name in error messages.
         read: Keys that the caller reads.
         required: Keys with their supported values.
         ignored: Keys that have no effect.
@@ -207,8 +212,8 @@ def check_keys(
 def check_implemented(
     values: Mapping[str, Any], where: str, required: Mapping[str, tuple[Any, ...]]
 ) -> None:
-    """Raise ValueError for the first unsupported value in a config. `where` is the name of the
-    config in the message.
+    """Raise ValueError for the first unsupported value in a config. `where` is the config name in
+    the message.
     """
     for key, allowed in required.items():
         if key in values and values[key] not in allowed:
@@ -228,12 +233,12 @@ def read_architecture(
     """Convert a checkpoint's config to constructor arguments.
 
     Args:
-        values: Config of the checkpoint.
+        values: The checkpoint's config.
         renamed: Argument name for each key. `attention_head_dim` is folded into `dim`.
         required: Keys with their supported values.
         ignored: Keys that have no effect.
-        default_heads: Number of heads if the config does not specify it.
-        default_dim: Hidden size if the config does not specify it.
+        default_heads: Number of heads if the config does not specify one.
+        default_dim: Hidden size if the config does not specify one.
 
     Raises:
         ValueError: A key is unknown, keys contradict each other, or a value is not supported.
@@ -271,8 +276,8 @@ UMT5_XXL: dict[str, Any] = {
     "num_layers": 24,
     "num_heads": 64,
 }
-"""`UMT5Config` values of the released text encoder. All other values are the defaults of
-`UMT5Config`, for example gated tanh-GELU, 32 position buckets up to distance 128, and eps 1e-6.
+"""`UMT5Config` values for the released text encoder. All other values are `UMT5Config` defaults,
+for example gated tanh-GELU, 32 position buckets up to distance 128, and eps 1e-6.
 """
 
 CLIP_VIT_H: dict[str, Any] = {
@@ -285,7 +290,7 @@ CLIP_VIT_H: dict[str, Any] = {
     "hidden_act": "gelu",
     "layer_norm_eps": 1e-5,
 }
-"""`CLIPVisionConfig` values of the released image-to-video models' vision tower (open-clip
+"""`CLIPVisionConfig` values for the released image-to-video models' vision tower (open-clip
 ViT-H/14).
 """
 CLIP_HEAD_DIM = 80
@@ -295,7 +300,7 @@ tensor shapes.
 
 
 def clip_tokens(config: Mapping[str, Any]) -> int:
-    """Return the sequence length of a vision tower's output, including the class token."""
+    """Return the length of a vision tower's output sequence, including the class token."""
     return 1 + (int(config["image_size"]) // int(config["patch_size"])) ** 2
 
 
@@ -325,18 +330,18 @@ _LATENTS_STD_2_2 = (
 )
 
 LaterCondition = Literal["streamed", "second_chunk", "fresh_grey"]
-"""Conditioning of the chunks after the chunk with the start image. Each of these chunks has F
-latent frames.
+"""Conditioning of the chunks after the one with the start image. Each of these chunks has F latent
+frames.
 
 - `streamed`: the part of the whole clip's encoding that corresponds to the chunk, as in the
   original and vLLM-Omni;
-- `second_chunk`: the conditioning of the second chunk, repeated, as in SGLang;
+- `second_chunk`: the second chunk's conditioning, repeated, as in SGLang;
 - `fresh_grey`: 1 + 4 F grey frames, encoded as a separate clip whose first latent frame is dropped,
-  as in the extensions of vLLM-Omni's pull request 3701.
+  as in the extensions in vLLM-Omni's pull request 3701.
 """
 
 _IMPLEMENTED: dict[str, Any] = {"attn_scales": [], "dropout": 0.0}
-"""Keys of a diffusers VAE config with their required values. Any other value describes a network
+"""Keys of a diffusers VAE config, with their required values. Any other value describes a network
 that is not implemented.
 """
 _PIXEL_CHANNELS = 3
@@ -349,26 +354,26 @@ class VAEConfig:
     """
 
     base_dim: int = 96
-    """Number of channels of the first encoder level and the last decoder level."""
+    """Number of channels in the first encoder level and the last decoder level."""
     z_dim: int = 16
     """Number of latent channels."""
     dim_mult: tuple[int, ...] = (1, 2, 4, 4)
-    """Number of channels of each level, as a multiple of `base_dim`."""
+    """Number of channels in each level, as a multiple of `base_dim`."""
     num_res_blocks: int = 2
     """Number of residual blocks per level."""
     temporal_downsample: tuple[bool, ...] = (False, True, True)
     """Whether each level below the first halves the frame rate."""
     latents_mean: tuple[float, ...] = _LATENTS_MEAN
-    """Mean of each latent channel. It is used to normalise latents."""
+    """Mean of each latent channel, used to normalise latents."""
     latents_std: tuple[float, ...] = _LATENTS_STD
-    """Standard deviation of each latent channel. It is used to normalise latents."""
+    """Standard deviation of each latent channel, used to normalise latents."""
     decoder_base_dim: int | None = None
-    """Number of channels of the decoder's last level. Default: `base_dim`."""
+    """Number of channels in the decoder's last level. Default: `base_dim`."""
     is_residual: bool = False
     """Whether each level has a parameter-free shortcut around it, as in Wan 2.2."""
     patch_size: int | None = None
-    """Side in pixels of the cells that are folded into channels before the encoder. Default: none,
-    so each cell is one pixel.
+    """Patch size (pixels per side). The pixels of each patch are folded into channels before the
+    encoder. Default: none (pixels are not folded).
     """
 
     def __post_init__(self) -> None:
@@ -386,29 +391,31 @@ class VAEConfig:
 
     @property
     def patch(self) -> int:
-        """Return the side in pixels of the cells that are folded into channels."""
+        """Return the patch size (pixels per side), or 1 if pixels are not folded into channels."""
         return self.patch_size or 1
 
     @property
     def frame_channels(self) -> int:
-        """Return the number of channels of a frame after cells are folded into channels."""
+        """Return the number of channels in a frame after each patch's pixels have been folded into
+        channels.
+        """
         return _PIXEL_CHANNELS * self.patch**2
 
     @property
     def spatial_factor(self) -> int:
-        """Return the number of pixels per latent cell along each side."""
+        """Return the number of pixels along each side of a latent cell."""
         return self.patch * int(2 ** len(self.temporal_downsample))
 
     @property
     def temporal_factor(self) -> int:
-        """Return the number of video frames per latent frame. The first latent frame of a stream
-        corresponds to a single video frame.
+        """Return the number of video frames per latent frame. A stream's first latent frame
+        corresponds to one video frame.
         """
         return int(2 ** sum(self.temporal_downsample))
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "VAEConfig":
-        """Read the config of a diffusers `AutoencoderKLWan`.
+        """Read a diffusers `AutoencoderKLWan` config.
 
         Raises:
             ValueError: The config contains unknown keys, or the architecture is not supported.
@@ -448,7 +455,9 @@ class VAEConfig:
         return vae
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the architecture with the keys of a diffusers config and values of JSON types."""
+        """Return the architecture under the keys of a diffusers config. The values have JSON
+        types.
+        """
         return {
             **_IMPLEMENTED,
             "in_channels": self.frame_channels,
@@ -477,4 +486,6 @@ WAN_2_2_VAE = VAEConfig(
     is_residual=True,
     patch_size=2,
 )
-"""The released autoencoder of Wan 2.2, with 16 x 16 pixels and 4 frames per latent cell."""
+"""Architecture of the released Wan 2.2 autoencoder, with 16 x 16 pixels and 4 frames per latent
+cell.
+"""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validates camera poses and intrinsics from clients, for all models that use them.
+"""Validate camera poses and intrinsics from clients, for all models that use them.
 
 A pose is a 4x4 camera-to-world matrix with OpenCV axes (x right, y down, z forward).
 """
@@ -20,8 +20,9 @@ def read_poses(poses: torch.Tensor, num_frames: int) -> torch.Tensor:
     """Validate poses of shape `[num_frames, 4, 4]` and return them in fp64.
 
     Raises:
-        RequestFailed: A pose has the wrong shape, is out of range or contains a matrix that is not
-            a rotation (`invalid_camera`), or it is not finite (`non_finite_pose`).
+        RequestFailed: The poses have the wrong shape, or a pose is out of range or contains a
+            matrix that is not a rotation (`invalid_camera`), or a pose is not finite
+            (`non_finite_pose`).
     """
     if tuple(poses.shape) != (num_frames, 4, 4) or not _is_real(poses):
         raise RequestFailed(
@@ -49,11 +50,11 @@ def read_poses(poses: torch.Tensor, num_frames: int) -> torch.Tensor:
 
 
 def read_intrinsics(intrinsics: torch.Tensor, num_frames: int) -> torch.Tensor:
-    """Validate intrinsics and return fx, fy, cx, cy of each frame, fp64 `[num_frames, 4]`.
+    """Validate intrinsics and return each frame's fx, fy, cx, cy, fp64 `[num_frames, 4]`.
 
     Separate intrinsics for each frame have shape `[N, 4]`, `[N, 3, 3]` or `[N, 4, 4]`. Intrinsics
-    with N = 1, or of shape `[4]` or `[3, 3]`, apply to all frames. Raises `RequestFailed` like
-    `read_poses`.
+    with N = 1, or of shape `[4]` or `[3, 3]`, apply to all frames. Raises `RequestFailed` under the
+    same conditions as `read_poses`.
     """
     shape = tuple(intrinsics.shape)
     batched = intrinsics.unsqueeze(0) if shape in ((4,), (3, 3)) else intrinsics

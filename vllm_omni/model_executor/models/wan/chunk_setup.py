@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configures, builds and loads the components of a streaming Wan model.
+"""Configure, build and load the components of a streaming Wan model.
 
 A model with these components has the attributes of `WanParts`. `WanChunkSetup` does not read
-weights, except to determine the widths of the tiny decoder.
+weights, except to determine the tiny decoder's widths.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,15 +45,17 @@ Options = TypeVar("Options", bound=StreamingOptions)
 
 @dataclass(frozen=True, kw_only=True)
 class WanChunkSetup(StreamingSetup[Config, Options], Generic[Config, Options]):
-    """Setup of a pipeline with Wan's frozen components. Model families add fields in subclasses."""
+    """Setup for a pipeline that uses Wan's frozen components. Model families add fields in
+    subclasses.
+    """
 
     vae_config: VAEConfig
-    """Architecture of the VAE."""
+    """The VAE's architecture."""
     text_config: Mapping[str, Any] = field(default_factory=dict)
-    """`UMT5Config` values of the text encoder, or empty if the model has no text encoder."""
+    """The text encoder's `UMT5Config` values. Empty if the model has no text encoder."""
     image_config: Mapping[str, Any] = field(default_factory=dict)
-    """`CLIPVisionConfig` values of the image encoder for cross-attention, or empty if the model has
-    no image encoder.
+    """`CLIPVisionConfig` values of the image encoder for cross-attention. Empty if the model has no
+    image encoder.
     """
 
     @classmethod
@@ -71,8 +73,8 @@ class WanChunkSetup(StreamingSetup[Config, Options], Generic[Config, Options]):
 
     @property
     def tiny_vae_channels(self) -> tuple[int, ...] | None:
-        """Read the widths of the tiny decoder from its file. Return None if no option needs the
-        tiny decoder.
+        """Read the tiny decoder's widths from its file. Return None if no option needs the tiny
+        decoder.
 
         Raises:
             ValueError: The file is not a TAEHV file.
@@ -86,7 +88,7 @@ class WanChunkSetup(StreamingSetup[Config, Options], Generic[Config, Options]):
 
 
 class WanParts(Protocol):
-    """Attributes of a model with Wan's components."""
+    """Attributes of a model that uses Wan's components."""
 
     text_encoder: TextEncoder | AwaitedText | None
     """Text encoder, or None on a VAE stage and in a model without prompts."""
@@ -101,33 +103,33 @@ class WanParts(Protocol):
     prompts: SharedPrompts
     """Cross-attention K/V of prompts, shared by sessions."""
     options: Any
-    """`StreamingOptions` of the model."""
+    """The model's `StreamingOptions`."""
     omni: OmniConfig
-    """Options of the server."""
+    """Server options."""
 
 
 class ChunkNetworks(NamedTuple):
-    """The condition encoders and the denoising network of a model."""
+    """A model's condition encoders and denoising network."""
 
     text_encoder: TextEncoder | AwaitedText | None
     """Text encoder, or None on a VAE stage and in a model without prompts."""
     image_encoder: ImageEncoder | None
     """Image encoder, or None on a VAE stage and in a model without images for cross-attention."""
     transformer: Any
-    """The layers of the denoising network on this rank."""
+    """The denoising network's layers on this rank."""
     prompts: SharedPrompts
     """Cross-attention K/V of prompts, shared by sessions."""
 
 
 class ChunkAutoencoders(NamedTuple):
-    """The components of a model that convert between latents and pixels."""
+    """A model's components that convert between latents and pixels."""
 
     vae: StreamingWanVAE
     """The Wan autoencoder."""
     tiny_vae: TinyVAEDecoder | None
     """Tiny decoder, or None if no option needs it or this rank does not decode."""
     decoder: ChunkDecoder | None
-    """Decoder of chunks, or None on ranks that do not decode."""
+    """Chunk decoder, or None on ranks that do not decode."""
 
 
 def build_networks(
@@ -181,12 +183,12 @@ def build_autoencoders(
     frames_per_call: int | None = None,
     continuation: Literal["cache", "restart"] = "cache",
 ) -> ChunkAutoencoders:
-    """Build the VAE, the tiny decoder if an option needs it, and the decoder of chunks.
+    """Build the VAE, the chunk decoder and, if an option needs it, the tiny decoder.
 
     Args:
-        setup: Setup of the model.
+        setup: The model's setup.
         encodes: Whether to build the VAE's encoder on this rank.
-        rounding: How the original code of this model rounds pixel values to uint8 levels.
+        rounding: How this model's original code rounds pixel values to uint8 levels.
         frames_per_call: Passed to `StreamingWanVAE`.
         continuation: Passed to `ChunkDecoder`.
     """
@@ -222,13 +224,12 @@ def load_parts(
     layout: WanComponents,
     load_transformer: Callable[[], None],
 ) -> None:
-    """Load every parameter of this rank strictly.
+    """Load all of this rank's parameters strictly.
 
     Args:
-        model: Model whose parameters are loaded. Values that it computed from earlier weights are
-            cleared.
+        model: Model whose parameters are loaded. Values cached from earlier weights are cleared.
         layout: Locations of the checkpoint's components.
-        load_transformer: Function that loads the transformer's layers and shards of this rank.
+        load_transformer: Function that loads this rank's transformer layers and shards.
 
     Raises:
         ValueError: A component is missing or does not match the model.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal convolutions of diffusers' Wan autoencoder for a single frame: an image, or the first
-frame of a clip.
+"""Causal convolutions of diffusers' Wan autoencoder for one frame: an image, or the first frame of
+a clip.
 
-The frames before the first one are zeros, so only the last temporal tap of the kernel contributes.
-The convolution is therefore computed in 2-D with a third of the multiplications. The parameters,
-their names and the computed sums stay the same.
+The frames before the first one are zeros, so only the kernel's last temporal tap contributes, and
+the convolution can run in 2-D with a third of the multiplications. The parameters, their names and
+the computed sums are the same as those of the 3-D convolution.
 """
 
 # B clips, C channels, T frames, H rows, W columns
@@ -18,7 +18,7 @@ from vllm_omni.model_executor.models.wan.vae_layers import replace_layers
 
 
 class LastTapConv3d(WanCausalConv3d):
-    """A causal convolution with a 2-D path for single frames. It shares its parameters with
+    """A causal convolution that has a 2-D path for single frames. It shares its parameters with
     `whole`.
     """
 

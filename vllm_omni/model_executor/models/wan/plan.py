@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that the Wan families share for `vllm-omni plan`: the sizes of a transformer, and a
-check of the requested modifications.
+"""Functions for `vllm-omni plan` that the Wan families share: the dimensions of a transformer, and
+a check of the requested changes.
 
 `tests/planning/test_plan_memory.py` tests the resulting plans.
 """
@@ -36,8 +36,8 @@ def transformer_sizes(
 
 
 def check_world(family: str, changes: Changes) -> None:
-    """Raise ValueError for modifications that a world model does not support, such as several
-    chunks in flight.
+    """Raise ValueError for changes that a world model does not support, such as several chunks in
+    flight.
     """
     if changes.get("in_flight", 1) > 1 or changes.get("noise_matched"):
         raise ValueError(f"{family} has no noise-matched cache; causal Wan has")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks, before any process starts, whether a Wan network can be parallelized as configured. The
-checks need only the sizes of the network.
+"""Check whether a Wan network can be parallelized as configured, before any process starts. Only
+the network's dimensions are required.
 """
 
 from collections.abc import Mapping
@@ -20,16 +20,17 @@ def check_split(
     sequence_parallel: bool,
     others: Mapping[str, int] | None = None,
 ) -> None:
-    """Raise ValueError with the reason unless layers and heads can be divided among the ranks.
+    """Raise a ValueError that states the reason if the layers or heads cannot be divided among the
+    ranks.
 
     Args:
-        config: Sizes of the network.
+        config: The network's dimensions.
         omni: Options of the server.
         ranks: Number of ranks that share each layer.
         stages: Number of pipeline stages, including the VAE stage.
         sequence_parallel: Whether the ranks shard tokens instead of heads and channels.
-        others: Further numbers that must be divisible by `ranks`. The keys are the names used in
-            error messages.
+        others: Additional numbers that must be divisible by `ranks`, keyed by their names in error
+            messages.
     """
     layer_stages = 1 if omni.pipeline == "temporal" else stages - omni.vae_stage
     counts = {"num_heads": config.num_heads, **(others or {})}
@@ -46,17 +47,16 @@ def check_parts(
     stages: int,
     layer_stages: int,
 ) -> None:
-    """Raise ValueError unless a network, not necessarily a Wan network, can be divided among the
-    ranks and stages.
+    """Raise ValueError if a network cannot be divided among the ranks and stages. The network need
+    not be a Wan network.
 
     Args:
-        num_layers: Number of layers of the network.
-        counts: Numbers that must be divisible by `ranks`. The keys are the names used in error
-            messages.
+        num_layers: Number of layers in the network.
+        counts: Numbers that must be divisible by `ranks`, keyed by their names in error messages.
         omni: Options of the server.
         ranks: Number of ranks that share each layer.
         stages: Number of pipeline stages, including the VAE stage.
-        layer_stages: Number of stages with layers.
+        layer_stages: Number of stages that hold layers.
     """
     position = ParallelContext(size=ranks, num_stages=layer_stages, partition=omni.partition)
     for name, count in counts.items():
@@ -70,9 +70,7 @@ def check_parts(
 
 
 def parallel_decode_refusal(decoder: str) -> Refusal | None:
-    """Return the reason why the ranks of a stage cannot split a decode, or None if they can split
-    it.
-    """
+    """Return why a stage's ranks cannot split the decoding, or None if they can."""
     if decoder == "tiny":
         return Refusal("decoder 'tiny' is too small to gain", "set omni.model.decoder to 'wan'")
     return None

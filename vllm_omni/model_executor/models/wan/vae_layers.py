@@ -2,18 +2,18 @@
 """Replacements for layers of diffusers' Wan autoencoders, with the same parameters, parameter names
 and results.
 
-*Streamed* layers process the latent frames of a stream after the first one. At the first latent
-frame of a stream, diffusers' feature cache contains None or a string. At every later latent frame,
-it contains tensors of the same shapes. A streamed layer therefore does not need the branches of
-diffusers' layers, which `torch.compile` cannot trace. With torch releases before 2.13, diffusers'
-comparison of a tensor with a string splits the decoder into more than a dozen graphs.
+*Streamed* layers process every latent frame of a stream except the first. For the first latent
+frame of a stream, diffusers' feature cache contains None or a string. For every later latent frame,
+it contains tensors, whose shapes do not change. A streamed layer therefore does not need the
+branches in diffusers' layers that `torch.compile` cannot trace. With torch releases before 2.13,
+diffusers' comparison of a tensor with a string splits the decoder into more than a dozen graphs.
 
 *CPU* layers are faster on CPUs, where torch's 3-D convolution reaches only a tenth of the speed of
 its 2-D convolution. A causal convolution over three frames is computed as a 2-D convolution with
 the three frames as input channels. `weight` is stored in the memory layout that the 2-D convolution
-needs, so the 2-D weight is a view of `weight`, also after `weight` has been loaded or converted.
+needs, so the 2-D weight is a view of `weight`, even after `weight` has been loaded or converted.
 Activations are channels-last. `use_cpu_layers` must be called while the network is on a CPU. If the
-network is later moved to another device, its layers use diffusers' own computation.
+network is later moved to another device, its layers use diffusers' implementation.
 """
 
 # B streams or clips, C channels, T frames, H rows, W columns, O channels of the result
@@ -45,8 +45,8 @@ def cached_convolution(
 
 
 class StreamedUpsample(WanResample):
-    """Upsampling of streams in space and, depending on the mode, in time. This class uses the
-    layers of `whole`.
+    """Upsamples streams in space and, depending on the mode, in time. This class uses the layers of
+    `whole`.
 
     If convolutions return channels-last tensors (on CUDA), this layer also returns channels-last
     tensors, even for a single frame. With diffusers' layer, torch would infer a different layout
@@ -104,7 +104,7 @@ def _streamed(layer: nn.Module) -> nn.Module | None:
 def replace_layers(
     network: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]
 ) -> None:
-    """Replace each layer of `network` by `replacement(layer)`, unless the result is None."""
+    """Replace each layer of `network` with `replacement(layer)`, unless that result is None."""
     for parent in list(network.modules()):
         for name, layer in list(parent.named_children()):
             other = replacement(layer)
@@ -113,9 +113,7 @@ def replace_layers(
 
 
 class FoldedCausalConv3d(WanCausalConv3d):
-    """A causal convolution that is computed as a 2-D convolution. It shares its parameters with
-    `whole`.
-    """
+    """A causal convolution computed as a 2-D convolution. It shares its parameters with `whole`."""
 
     def __init__(self, whole: WanCausalConv3d) -> None:
         nn.Module.__init__(self)
@@ -150,8 +148,8 @@ class FoldedCausalConv3d(WanCausalConv3d):
 
 
 class CPURMSNorm(WanRMS_norm):
-    """Normalisation over channels with few passes over memory, for fp32 tensors on a CPU. The layer
-    shares its parameters with `whole`. For other tensors, it uses diffusers' computation.
+    """Normalisation over channels with little memory traffic for fp32 tensors on a CPU. The layer
+    shares its parameters with `whole`. For other tensors, it uses diffusers' implementation.
     """
 
     def __init__(self, whole: WanRMS_norm) -> None:
@@ -164,7 +162,8 @@ class CPURMSNorm(WanRMS_norm):
             return super().forward(x)
         channels = x.shape[1]
         x_C = x.movedim(1, -1)
-        # The mean is a matrix-vector product, because torch's sum over few channels is slower.
+        # The mean is computed as a matrix-vector product, because torch's sum over few channels is
+        # slower.
         squares = torch.mv(
             x_C.square().reshape(-1, channels), x.new_full((channels,), 1 / channels)
         )
@@ -177,19 +176,19 @@ _TINY = 1e-30
 
 
 def use_cpu_layers(network: Any) -> None:
-    """Replace layers that are slow on a CPU, in place. Parameters keep their names, values and
+    """Replace, in place, layers that are slow on a CPU. Parameters keep their names, values and
     identity.
 
     Args:
-        network: A Wan encoder, decoder or autoencoder. It is not changed unless all of its
-            parameters are on a CPU.
+        network: A Wan encoder, decoder or autoencoder. It is left unchanged if any of its
+            parameters is not on a CPU.
     """
     if any(parameter.device.type != "cpu" for parameter in network.parameters()):
         return
     replace_layers(network, _cpu_layer)
     for layer in network.modules():
         if isinstance(layer, nn.SiLU):
-            # The activation follows a norm, and nothing else reads the norm's result.
+            # The activation follows a norm whose result nothing else reads, so it can run in place.
             layer.inplace = True
         elif isinstance(layer, nn.Conv2d):
             layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)

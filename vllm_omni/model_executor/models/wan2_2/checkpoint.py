@@ -3,10 +3,9 @@
 family serves the directory.
 
 The family serves a directory if its `model_index.json` names `WanPipeline` or
-`WanImageToVideoPipeline` and `Wan22Config` supports its transformer. This applies to the
-directories of Wan 2.2 and of Wan 2.1 text-to-video. Wan 2.1 image-to-video has a CLIP image encoder
-and is served by diffusers' own pipeline instead. This module only locates files; `weights.py` loads
-them.
+`WanImageToVideoPipeline` and `Wan22Config` supports its transformer. These are the directories of
+Wan 2.2 and of Wan 2.1 text-to-video. Wan 2.1 image-to-video has a CLIP image encoder and is served
+by diffusers' own pipeline instead. This module only locates files; `weights.py` loads them.
 """
 
 import inspect
@@ -30,7 +29,7 @@ class Wan22Layout(WanComponents):
     """Components of a checkpoint with one or two transformers."""
 
     download_name: ClassVar[str] = "wan2_2"
-    """Name of the family's release for `vllm-omni download`."""
+    """Name that `vllm-omni download` uses for the family's release."""
 
     transformer_2: Path | None
     """Folder of the second expert, or None if there is only one transformer."""
@@ -38,9 +37,7 @@ class Wan22Layout(WanComponents):
     """Content of `model_index.json`."""
 
     def transformers(self) -> dict[str, Path]:
-        """Return the folder of each transformer by name. A checkpoint has one or two
-        transformers.
-        """
+        """Return the folder of each transformer, keyed by the transformer's name."""
         second = {} if self.transformer_2 is None else {"transformer_2": self.transformer_2}
         return {"transformer": self.transformer, **second}
 
@@ -81,7 +78,7 @@ class Wan22Layout(WanComponents):
         transformers.
 
         Raises:
-            ValueError: The components are not consistent with each other.
+            ValueError: The components are inconsistent with each other.
         """
         vae = {**_VAE_DEFAULTS, **self.vae_values()}
         kind: Kind = "t2v"
@@ -120,7 +117,7 @@ class Wan22Layout(WanComponents):
 
 
 def find_layout(path: Path) -> Wan22Layout:
-    """Locate the components in `path`.
+    """Locate the checkpoint components in `path`.
 
     Raises:
         ValueError: This model family cannot serve the directory. The message is a single line.
@@ -153,10 +150,10 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return the fields of vLLM's config object for this checkpoint, with values of JSON types.
+    """Return the fields of vLLM's config object for this checkpoint, as JSON types.
 
-    The checkpoint needs no weight files. In addition to the keys that vLLM reads, the result has
-    the key `wan2_2`. Its value contains the configs of `transformer`, `vae`, `umt5` and
+    The directory need not contain weight files. In addition to the keys that vLLM reads, the result
+    has a `wan2_2` key. Its value contains the configs of `transformer`, `vae`, `umt5` and
     `scheduler`, and the fields of `Wan22Checkpoint`.
 
     Raises:
@@ -194,7 +191,7 @@ def stored_dtype(layout: Wan22Layout) -> str:
     """Return the dtype in the transformer's config or, failing that, in the text encoder's config.
     The default is bfloat16.
 
-    Published transformers are stored in fp32 but run in bf16. Their configs specify no dtype,
+    The published transformers are stored in fp32 but run in bf16. Their configs specify no dtype,
     whereas the text encoder's config specifies bf16.
     """
     configs = [layout.transformer_config()]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of a Wan 2.2 or 2.1 checkpoint.
 
-`Wan22Config` is the architecture, and `Wan22Checkpoint` adds the fields of `model_index.json`.
-`Wan22Options` contains the options of a server (`omni.model`), and `Wan22RequestOptions` contains
-the options of a request.
+`Wan22Config` describes the architecture, and `Wan22Checkpoint` adds the fields of
+`model_index.json`. `Wan22Options` contains the server's model options (`omni.model`), and
+`Wan22RequestOptions` contains the request options.
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,8 @@ NUM_TRAIN_TIMESTEPS = 1000
 
 Kind = Literal["t2v", "i2v", "ti2v"]
 """Conditioning of a checkpoint. `t2v` uses only text. With `i2v`, the latents of the start image
-and a mask are additional input channels. `ti2v` can use only text, or also a start image, whose
-latents become the first latent frame with timestep 0.
+and a mask are additional input channels. `ti2v` uses text and, optionally, a start image. The
+latents of the start image become the first latent frame, with timestep 0.
 """
 
 
@@ -44,7 +44,7 @@ class Wan22Config(WanConfig):
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "Wan22Config":
-        """Read diffusers' `transformer/config.json`.
+        """Create the config from the content of diffusers' `transformer/config.json`.
 
         Raises:
             ValueError: The config contains unknown keys or unsupported values. The message names
@@ -78,8 +78,8 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "pos_embed_seq_len": (None,),
 }
 _IGNORED = ("_diffusers_version", "_name_or_path", "rope_max_seq_len", "torch_dtype", "dtype")
-"""Keys that are ignored. `rope_max_seq_len` has no effect, because rotations are computed instead
-of read from a table of limited length.
+"""Ignored keys. `rope_max_seq_len` has no effect, because rotations are computed rather than read
+from a table of limited length.
 """
 
 
@@ -107,8 +107,8 @@ class Wan22Checkpoint:
 
     @property
     def in_channels(self) -> int:
-        """Return the number of input channels. For `i2v`, the input channels include the latents of
-        the image and one mask channel for each video frame in a latent frame.
+        """Return the number of input channels. For `i2v`, the input channels include the image
+        latents and one mask channel for each video frame in a latent frame.
         """
         return 2 * self.z_dim + self.temporal_factor if self.kind == "i2v" else self.z_dim
 
@@ -116,7 +116,7 @@ class Wan22Checkpoint:
         """Convert a number of video frames to a number of latent frames.
 
         Raises:
-            ValueError: `num_frames` is not 1 + a multiple of the temporal factor.
+            ValueError: `num_frames` is not 1 plus a multiple of the temporal factor.
         """
         if (num_frames - 1) % self.temporal_factor:
             near = 1 + (num_frames - 1) // self.temporal_factor * self.temporal_factor
@@ -141,13 +141,15 @@ class Wan22Checkpoint:
 
     @property
     def size_multiple(self) -> int:
-        """Return the side of a token in pixels. A token covers 2 x 2 latent cells."""
+        """Return the side length of a token in pixels. A token covers 2 x 2 latent cells."""
         return 2 * self.spatial_factor
 
 
 @dataclass(frozen=True)
 class RecommendedSampling:
-    """Sampling defaults of the model's authors (Wan-Video/Wan2.2 and Wan2.1, wan/configs)."""
+    """Sampling defaults that the model's authors recommend (`wan/configs` in the Wan-Video/Wan2.2
+    and Wan-Video/Wan2.1 repositories).
+    """
 
     num_inference_steps: int
     """Number of denoise steps."""
@@ -176,51 +178,56 @@ Shift = Annotated[float, msgspec.Meta(gt=0, le=100)]
 
 
 class Wan22Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Default values of requests."""
+    """Default values for request fields."""
 
     num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
-    """Number of denoise steps, from 1 to 1000. Default: recommended by the model's authors."""
+    """Number of denoise steps, from 1 to 1000. Default: the value recommended by the model's
+    authors.
+    """
     guidance_scale: Guidance | None = None
-    """Guidance scale. Default: recommended by the model's authors."""
+    """Guidance scale. Default: the value recommended by the model's authors."""
     guidance_scale_2: Guidance | None = None
-    """Guidance scale below the boundary. Default: recommended by the model's authors."""
+    """Guidance scale below the boundary. Default: the value recommended by the model's authors."""
     num_frames: Count | None = None
-    """Number of video frames. Default: recommended by the model's authors."""
+    """Number of video frames. Default: the value recommended by the model's authors."""
     fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
-    """Frame rate of the video, in frames per second, above 0 and up to 240. Default: recommended by
-    the model's authors."""
+    """Frame rate of the video, in frames per second, above 0 and up to 240. Default: the value
+    recommended by the model's authors.
+    """
     negative_prompt: str = ""
     """Negative prompt. Default: empty."""
     flow_shift: Shift | None = None
     """Shift of the noise schedule. The model's authors recommend 3 at 480p, and 5 at 720p and
-    above. Default: the value of the checkpoint.
+    above. Default: the checkpoint's value.
     """
 
 
 class Wan22Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Serving options of Wan 2.2: the fields of `ModelOptions` and those defined here."""
+    """Serving options of Wan 2.2, in addition to those of `ModelOptions`."""
 
     defaults: Wan22Defaults = Wan22Defaults()
-    """Default values of requests: `num_inference_steps`, `guidance_scale`, `guidance_scale_2`
-    (below the boundary), `num_frames`, `fps`, `negative_prompt` and `flow_shift`.
+    """Default values for request fields: `num_inference_steps`, `guidance_scale`,
+    `guidance_scale_2` (below the boundary), `num_frames`, `fps`, `negative_prompt` and
+    `flow_shift`.
     """
     max_num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 200
-    """Maximum number of denoise steps of a request."""
+    """Maximum number of denoise steps per request."""
     max_num_frames: Count = 121
-    """Maximum number of frames of a video."""
+    """Maximum number of frames per video."""
     text_encoder_device: Literal["cpu"] | None = None
     """Device of the text encoder. `cpu` saves device memory (10.6 GiB for umt5-xxl). Default: the
     same device as the transformer.
     """
     vae_dtype: Literal["fp32", "bf16"] | None = "fp32"
-    """Dtype of the VAE's weights and activations. None selects the dtype of the transformer."""
+    """Dtype of the VAE's weights and activations. With None, the VAE uses the transformer's dtype.
+    """
     vae_tiling: bool = False
     """Whether to decode overlapping tiles, one latent frame at a time. Tiling needs less memory,
-    but the frames are only approximate.
+    but the resulting frames are only approximate.
     """
     cfg_parallel: bool = False
     """Whether the two tensor-parallel ranks run the two branches of classifier-free guidance
-    instead of sharding layers. Each rank then has all weights and runs one branch.
+    instead of sharding layers. Each rank then holds all weights and runs one branch.
     """
 
     @classmethod
@@ -245,7 +252,7 @@ class Wan22Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Wan22RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The options of one request (`DiffusionParams.options`)."""
+    """The options of a request (`DiffusionParams.options`)."""
 
     guidance_scale_2: Guidance | None = None
     """Guidance scale below the boundary. Default: the request's `guidance_scale` if it differs from

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splits the two branches of classifier-free guidance over two ranks (`omni.model.cfg_parallel`).
 
-Each rank has the whole network and runs one branch of every guided request. An all-gather then
-collects the predictions of both branches, which are combined on each rank. A request without
-guidance has only one branch, and both ranks run it.
+Each rank holds the whole network and runs one branch of every guided request. An all-gather then
+collects the predictions of both branches, and each rank combines them. A request without guidance
+has only one branch, and both ranks run it.
 """
 
 from collections.abc import Sequence
@@ -49,12 +49,12 @@ class GuidanceRanks:
         return cls(parallel.rank, parallel.group)
 
     def own(self, branches: int) -> range:
-        """Return the branches of a request that this rank runs."""
+        """Return the request branches that this rank runs."""
         return range(self.branch, self.branch + 1) if branches == _BRANCHES else range(branches)
 
     def join(self, predictions: torch.Tensor, branches: Sequence[int]) -> torch.Tensor:
         """All-gather the predictions of both ranks, and return the predictions of all branches in
-        the order of the requests.
+        request order.
 
         Args:
             predictions: Predictions of this rank, one for each request.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face repository that `vllm-omni download wan2_2` downloads: TI2V 5B, which runs on a
-single GPU and supports both tasks.
+single GPU and supports both text-to-video and image-to-video.
 
 The A14B directories have the same layout; download them with `hf download`. The download sizes in
 this module are estimated from the tensor shapes. The model cards state the licences of the weights.

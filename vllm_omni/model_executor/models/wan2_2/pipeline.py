@@ -91,11 +91,11 @@ class Wan22Setup:
     scheduler: Mapping[str, Any]
     """Content of `scheduler_config.json`."""
     tokenizer: Path | None
-    """Folder of the tokenizer, or None if it is missing."""
+    """Tokenizer folder, or None if it is missing."""
     options: Wan22Options
-    """Options of the model."""
+    """Model options."""
     omni: OmniConfig
-    """Options of the server."""
+    """Server options."""
     parallel: ParallelContext
     """Parallelism of this rank."""
     dtype: torch.dtype
@@ -107,7 +107,7 @@ class Wan22Setup:
     quantization: QuantizationConfig | None = None
     """Quantization of the transformers' weights."""
     fast_paths: tuple[FastPath, ...] = ()
-    """Fast implementations that were considered for this setup, each with the reason if it is not
+    """Fast implementations considered for this setup, with the reason for each one that is not
     used.
     """
 
@@ -126,7 +126,8 @@ class Wan22Setup:
 
         Args:
             values: Description of the checkpoint, `hf_config(...)["wan2_2"]`.
-            parallel: Parallelism of this rank. Default: as in vLLM's process groups.
+            parallel: Parallelism of this rank. By default, it is derived from vLLM's process
+                groups.
             eager: Whether the engine runs with `--enforce-eager`.
 
         Raises:
@@ -170,8 +171,8 @@ class VideoWork:
     latents: torch.Tensor
     """Latents of the video, fp32 [z_dim, F, h, w]."""
     condition: torch.Tensor | None
-    """Conditioning on the start image, or None without a start image. It consists of mask and
-    latents [factor + z_dim, F, h, w] for `i2v`, and of latents [z_dim, 1, h, w] for `ti2v`.
+    """Conditioning on the start image, or None if there is no start image. It consists of the mask
+    and latents [factor + z_dim, F, h, w] for `i2v`, and of latents [z_dim, 1, h, w] for `ti2v`.
     """
     texts: tuple[tuple[str, torch.Tensor], ...]
     """The prompt and, with guidance, the negative prompt, as (key, embeddings) pairs. The key is
@@ -190,11 +191,11 @@ class VideoWork:
     cross_kv: list[torch.Tensor] = field(default_factory=list)
     """Cross-attention K/V of `texts` for one expert."""
     computed: tuple[bool, ...] = ()
-    """For each denoise step, whether the step runs the network. A step that does not run it uses
-    `flow`.
+    """For each denoise step, whether the step runs the network. A step that does not run the
+    network uses `flow`.
     """
     flow: torch.Tensor | None = None
-    """Prediction of the last step that ran the network, or None before the first step."""
+    """Prediction from the last step that ran the network, or None before the first step."""
 
     @classmethod
     def to_decode(cls, request: VideoRequest) -> "VideoWork":
@@ -247,7 +248,7 @@ class Wan22(nn.Module):
         self.guidance = setup.guidance
         self.decodes = parallel.decodes and (self.guidance is None or self.guidance.branch == 0)
         self.vae: VideoVAE | None = None
-        # Every rank with layers encodes the start image.
+        # Every rank that holds layers encodes the start image.
         encodes = self.checkpoint.kind != "t2v" and not parallel.is_vae_stage
         if self.decodes or encodes:
             vae_dtype = self.options.vae_torch_dtype(setup.dtype)
@@ -448,8 +449,8 @@ class Wan22(nn.Module):
         """Return requests for videos of the largest size. Each request has two denoise steps, so
         that both experts run.
 
-        For TI2V, there is one request with a start image and one without, because the tokens of a
-        start image have a separate timestep, and each case is compiled separately.
+        For TI2V, one request has a start image and another has none. The tokens of a start image
+        have a separate timestep, so the two kinds of request are compiled separately.
         """
         params = DiffusionParams(
             session_id="warm-up",
@@ -502,7 +503,7 @@ class Wan22(nn.Module):
         return video.flow
 
     def _switch_expert(self, video: VideoWork, name: str) -> None:
-        """Compute the cross-attention K/V of the prompts for the expert `name`, unless the stored
+        """Compute the cross-attention K/V of the prompts for the `name` expert, unless the stored
         K/V already belong to that expert. With tensor parallelism, this is a collective operation.
         """
         if video.expert != name:
@@ -531,9 +532,9 @@ class Wan22(nn.Module):
         return torch.cat((video.condition, video.latents[:, video.clean_frames :]), dim=1)
 
     def _condition(self, image_HWC: torch.Tensor, wanted: VideoRequest) -> torch.Tensor:
-        """Return the conditioning on a start image. For `ti2v`, it consists of the latents of the
-        image, [z_dim, 1, h, w]. For `i2v`, it consists of the mask and latents of all frames,
-        [factor + z_dim, F, h, w].
+        """Return the conditioning for a start image. For `ti2v`, it consists of the image latents,
+        [z_dim, 1, h, w]. For `i2v`, it consists of the mask and latents of all frames, [factor +
+        z_dim, F, h, w].
         """
         assert self.vae is not None
         # As in diffusers, pixels are scaled to [0, 1] first and then to [-1, 1], so that they are
@@ -550,7 +551,7 @@ class Wan22(nn.Module):
 
 
 class Wan22Pipeline(CheckpointPipeline[Wan22Layout]):
-    """The model class that vLLM's model loader builds and loads with weights. It owns a `Wan22`."""
+    """The class that vLLM's model loader instantiates and loads weights into. It owns a `Wan22`."""
 
     def find_layout(self, path: Path) -> Wan22Layout:
         return find_layout(path)

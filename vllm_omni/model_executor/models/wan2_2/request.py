@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validates everything that a client may send with one video request.
+"""Validates everything that a client can send with a video request.
 
 `read_request` returns a `VideoRequest` with all defaults resolved, or raises `RequestFailed` with
 the field, its value and the allowed values. The function allocates nothing on a device and returns
@@ -31,7 +31,7 @@ class VideoRequest:
     prompt: str
     """Text that describes the video."""
     negative_prompt: str
-    """Text from which the guidance steers the video away."""
+    """Text that guidance steers the video away from."""
     height: int
     """Height of the video in pixels."""
     width: int
@@ -47,13 +47,13 @@ class VideoRequest:
     guidance_2: float
     """Guidance scale below the boundary."""
     flow_shift: float | None
-    """Shift of the noise schedule, or None for the value of the checkpoint."""
+    """Shift of the noise schedule, or None for the checkpoint's value."""
     seed: int
     """Seed of the noise."""
     fps: float
     """Frame rate of the video, in frames per second."""
     step_cache: float | None = None
-    """Threshold for skipping denoise steps (`step_cache.py`), or None if every step is computed."""
+    """Threshold for skipping denoise steps (`step_cache.py`), or None to compute every step."""
 
     @property
     def guided(self) -> bool:
@@ -162,8 +162,8 @@ def read_image(
 
 
 def default_num_frames(checkpoint: Wan22Checkpoint, options: Wan22Options) -> int:
-    """Return the default number of frames: the server's default or, if there is none, the default
-    of the model's authors, reduced to the server's limit.
+    """Return the default number of frames: the server's default or, if there is none, the number
+    that the model's authors recommend, capped at the server's limit.
     """
     wanted = options.defaults.num_frames or min(
         recommended(checkpoint).num_frames, options.max_num_frames
@@ -192,8 +192,8 @@ def _guidance(
 ) -> tuple[float, float]:
     """Return the guidance scales above and below the boundary.
 
-    As in diffusers, if the request contains only one scale, it applies to both experts, unless it
-    equals the default.
+    As in diffusers, if the request contains only one scale, this scale applies to both experts,
+    unless it equals the default.
     """
     first, second = default_guidance(checkpoint, options)
     if params.guidance_scale is not None and params.guidance_scale != first:

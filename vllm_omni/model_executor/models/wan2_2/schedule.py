@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creates the noise schedule and solver of a request: diffusers' scheduler with the config of the
-checkpoint."""
+"""Creates a request's noise schedule and solver: diffusers' scheduler with the checkpoint's
+config.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,7 @@ def new_scheduler(
     flow_shift: float | None,
     device: torch.device,
 ) -> Any:
-    """Return a new scheduler at its first step.
+    """Return a new scheduler, positioned at its first step.
 
     Args:
         values: Content of `scheduler_config.json`, for a class in `checkpoint.SCHEDULERS`.

@@ -2,10 +2,10 @@
 """The bidirectional transformer of Wan 2.1 and 2.2. One forward pass processes several videos at
 different timesteps.
 
-The module holds the parameters of one network on one rank and implements the computation of that
-rank (a tensor-parallel shard, a pipeline stage, or a part of the tokens). It does not depend on
-requests, guidance or schedules. A batch entry attends to all of its tokens and to the 512 text
-embeddings of its prompt. Leading latent frames may be clean; the tokens of clean frames have
+The module holds the parameters of one network on one rank and implements that rank's part of the
+forward pass (a tensor-parallel shard, a pipeline stage, or a slice of the tokens). It does not
+depend on requests, guidance or schedules. A batch entry attends to all of its tokens and to the 512
+text embeddings of its prompt. Leading latent frames may be clean; the tokens of clean frames have
 timestep 0 (`expand_timesteps` in Wan 2.2).
 
 Maths: diffusers `WanTransformer3DModel` 0.42 (Wan-Video/Wan2.2, wan/modules/model.py).
@@ -116,7 +116,7 @@ class Wan22Transformer(WanTransformer[Wan22Config]):
         With tensor or sequence parallelism, this is a collective operation.
 
         Args:
-            items: Batch entries with equal F, h, w.
+            items: Batch entries, all with the same F, h and w.
             hidden_BTD: Result of the previous pipeline stage, or None on the first stage.
 
         Returns:
@@ -143,9 +143,7 @@ class Wan22Transformer(WanTransformer[Wan22Config]):
     def _times(
         self, items: Sequence[VideoItem], tokens_per_frame: int, own: slice
     ) -> tuple[TimestepEmbeddings, TimestepEmbeddings]:
-        """Return the timestep embeddings for the head and the timestep embeddings for the
-        blocks.
-        """
+        """Return the timestep embeddings for the head and those for the blocks."""
         clean = any(item.clean_frames for item in items)
         timesteps = [*(item.timestep for item in items), *([0.0] if clean else [])]
         time, modulation = embed_time(

@@ -45,7 +45,7 @@ class VideoVAE(nn.Module):
         check_vae_keys(dict(values))
         self.dtype = dtype
         config = VAEConfig.from_dict(values)
-        device = torch.empty(0).device  # torch's default device, on which layers are built
+        device = torch.empty(0).device  # torch's default device, where layers are built
         fused = fused_vae(device, dtype)
         self.fast_paths: tuple[FastPath, ...] = ()
         if not tiling and (device.type == "cpu" or fused.is_on):
@@ -63,9 +63,7 @@ class VideoVAE(nn.Module):
         )
 
     def clear_derived(self) -> None:
-        """Discard tensors that were derived from weights. Call this after new weights are
-        loaded.
-        """
+        """Discard tensors derived from weights. Call this method after loading new weights."""
         if isinstance(self.network, StreamingWanVAE):
             self.network.clear_derived()
 
@@ -85,7 +83,8 @@ class VideoVAE(nn.Module):
     @torch.no_grad()
     def decode(self, latents_CTHW: torch.Tensor) -> torch.Tensor:
         """Decode normalised latents [z_dim, F, h, w] to pixels [1, 3, T, H, W] in [-1, 1], in the
-        VAE's dtype."""
+        VAE's dtype.
+        """
         latents, network = latents_CTHW.unsqueeze(0).to(self.dtype), self.network
         mean, std = (
             self._mean.to(latents.device, self.dtype),

@@ -28,7 +28,7 @@ from vllm_omni.model_executor.models.wan2_2.vae import VideoVAE
 
 
 def load_transformer(transformer: nn.Module, folder: Path, config: Wan22Config) -> None:
-    """Load a transformer's weights. Only the layers and shards of this rank are loaded."""
+    """Load a transformer's weights. Only this rank's layers and shards are loaded."""
     load_strict(
         transformer,
         open_tensors(folder),
@@ -82,8 +82,8 @@ _FILE_MARKS = {
 def adapter_targets(
     experts: Mapping[str, nn.Module], config: Wan22Config
 ) -> dict[str, AdapterTarget]:
-    """Return the experts as targets of LoRA adapters. If there are two experts, the name of an
-    adapter file may identify the expert to which the adapter belongs.
+    """Return the experts as LoRA adapter targets. If there are two experts, an adapter's file name
+    can identify the expert that the adapter belongs to.
     """
     # Imported here, because code that only describes a checkpoint does not need this module.
     from vllm_omni.model_executor.models.wan.transformer.layers import PatchEmbedding

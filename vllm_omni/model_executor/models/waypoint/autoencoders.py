@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waypoint's autoencoders with a common interface (`FrameCodec`): TAEHV for the streams of Waypoint
-1.5, and an autoencoder for the single images of Waypoint-1.
+"""Waypoint's autoencoders with a common interface (`FrameCodec`). Waypoint 1.5 uses TAEHV, which
+processes streams. Waypoint-1 uses an autoencoder for single images.
 
 Latents are not normalised. Waypoint-1's autoencoder is a residual network with weight-normalised
 convolutions. This autoencoder always processes images of 512x512 pixels.
@@ -30,7 +30,7 @@ class FrameCodec(nn.Module):
     """
 
     layout: CacheLayout | None = None
-    """Shapes of the decoder's cache. None: the decoder has no cache."""
+    """Shapes of the decoder's cache, or None if the decoder has no cache."""
 
     def encode_image(self, image_HWC: torch.Tensor) -> torch.Tensor:
         """Encode a start image, uint8 of any size on the codec's device, as fp32 [C, h, w]."""
@@ -44,7 +44,7 @@ class FrameCodec(nn.Module):
         Args:
             latent_CThw: Latents of one frame, so T = 1.
             size: Height and width of the frames.
-            memory: Cache after the previous frame. None: the stream starts with this frame.
+            memory: Cache after the previous frame, or None if the stream starts with this frame.
 
         Returns:
             The video frames, uint8 [frames, *size, 3], and the next cache.
@@ -59,7 +59,7 @@ class FrameCodec(nn.Module):
         *,
         tiny: bool = False,
     ) -> tuple[torch.Tensor, VAECache | None]:
-        """Return the result of `decode_latent`. There is no tiny decoder."""
+        """Decode the latents with `decode_latent`. There is no tiny decoder."""
         assert not tiny
         return self.decode_latent(latents_CFhw, size, before)
 
@@ -86,7 +86,7 @@ class FrameCodec(nn.Module):
 
 
 class StreamingTAEHV(TAEHV, FrameCodec):
-    """The autoencoder `taehv1_5`, as a `FrameCodec` for streams.
+    """The `taehv1_5` autoencoder, as a `FrameCodec` for streams.
 
     Args:
         size: Height and width of the autoencoder's frames in pixels.
@@ -107,7 +107,9 @@ class StreamingTAEHV(TAEHV, FrameCodec):
         self.size, self.layout = size, CacheLayout(self.decoder_memory(*size), dtype)
 
     def encode_image(self, image_HWC: torch.Tensor) -> torch.Tensor:
-        """Encode a start image, repeated for the four video frames of its latent frame."""
+        """Encode a start image. The image is repeated for the four video frames of its latent
+        frame.
+        """
         frames = to_codec(image_HWC.unsqueeze(0), self.size, self.dtype).expand(
             FRAMES_PER_LATENT, -1, -1, -1
         )
@@ -173,14 +175,14 @@ def _residual(channels: int, count: int) -> nn.Module:
 
 
 class ImageStages(nn.Module):
-    """Stages that each convert one of `widths` to the next. The parameters have the same names as
-    in the checkpoint file.
+    """A sequence of stages. Each stage changes the number of channels from one entry of `widths` to
+    the next. The parameters have the same names as in the checkpoint file.
 
-    The result of a stage is the sum of its layers' result and a shortcut. The shortcut is a
-    convolution and `fold`, which moves pixels to channels or back.
+    The output of a stage is the sum of its layers' output and a shortcut. The shortcut consists of
+    a convolution and `fold`, which moves pixels into channels or channels into pixels.
 
     Args:
-        blocks: Number of residual blocks of each stage.
+        blocks: Number of residual blocks in each stage.
         stage: Function that creates the layers of a stage from (width, next width, blocks).
         folded: Number of channels before `fold` for each channel after it.
     """
@@ -210,8 +212,9 @@ class ImageStages(nn.Module):
 
 
 class ImageEncoder(ImageStages):
-    """Image encoder, which returns the mean of the latents. Its arguments are the keys of the
-    released YAML file."""
+    """Image encoder that returns the mean of the latents. Its arguments are the keys of the
+    released YAML file.
+    """
 
     def __init__(
         self,
@@ -255,7 +258,7 @@ class ImageEncoder(ImageStages):
 
 
 class ImageDecoder(ImageStages):
-    """Decoder of images. Its arguments are the keys of the released YAML file."""
+    """Image decoder. Its arguments are the keys of the released YAML file."""
 
     def __init__(
         self,
@@ -287,7 +290,7 @@ class ImageDecoder(ImageStages):
     def forward(
         self, latents_TCHW: torch.Tensor, size: tuple[int, int] = IMAGE_SIZE
     ) -> torch.Tensor:
-        """Return images [T, channels, *size] with values of about [-1, 1]."""
+        """Return images [T, channels, *size] with values approximately in [-1, 1]."""
         repeated = latents_TCHW.repeat_interleave(self.repeats, 1) / math.sqrt(self.repeats)
         x = self.through_stages(self.conv_in(latents_TCHW) + repeated)
         return functional.interpolate(self.conv_out(functional.silu(x)), size, mode="bicubic")
@@ -304,12 +307,12 @@ def image_to_uint8(images_TCHW: torch.Tensor) -> torch.Tensor:
 
 
 class ImageCodec(FrameCodec):
-    """Encoder and decoder of images.
+    """Image encoder and decoder.
 
     Args:
-        encoder: Arguments of `ImageEncoder` that differ from the released arguments.
-        decoder: Arguments of `ImageDecoder` that differ from the released arguments.
-        dtype: Type of weights and activations.
+        encoder: `ImageEncoder` arguments that override the released ones.
+        decoder: `ImageDecoder` arguments that override the released ones.
+        dtype: Dtype of weights and activations.
     """
 
     def __init__(
@@ -334,8 +337,8 @@ class ImageCodec(FrameCodec):
 
 
 def make_codec(config: WaypointConfig, sizes: Mapping[str, Any], dtype: torch.dtype) -> FrameCodec:
-    """Build the autoencoder of a checkpoint. `sizes` contains the arguments that differ from the
-    released arguments.
+    """Build the autoencoder of a checkpoint. `sizes` contains the arguments that override the
+    released ones.
     """
     if config.temporal_compression > 1:
         return StreamingTAEHV(config.channels, **sizes, size=config.codec_size, dtype=dtype)

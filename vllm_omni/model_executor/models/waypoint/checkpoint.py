@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of a Waypoint checkpoint, the names of its tensors, and strict loading.
 
-The released file of 1.5 (393 tensors) and the state dict of the original engine (361 tensors; 366
-in Waypoint-1, which was released in this form) have different names. `network_source` converts both
-naming schemes to the names of `WaypointTransformer`. Both kinds of file repeat the six modulation
-projections for every block. The loader checks that the copies are equal."""
+The released Waypoint 1.5 file (393 tensors) uses different tensor names from the original engine's
+state dict (361 tensors). Waypoint-1 was released in the form of that state dict (366 tensors).
+`network_source` converts both naming schemes to the names of `WaypointTransformer`. Both kinds of
+file repeat the six modulation projections for every block. The loader checks that the copies are
+equal.
+"""
 
 import logging
 import math
@@ -51,8 +53,7 @@ TAEHV_FILES: Final = (
     "vae/diffusion_pytorch_model.safetensors",
 )
 _TAEHV_WIDTHS: Final = ("encoder.0", "decoder.1", "decoder.8", "decoder.14", "decoder.20")
-"""Convolutions of TAEHV. The numbers of output channels of these convolutions are arguments of
-`StreamingTAEHV`."""
+"""TAEHV convolutions whose numbers of output channels are arguments of `StreamingTAEHV`."""
 LAYOUTS = ("v1_5", "v1")
 """Names of the released layouts, which `make-tiny` can write."""
 IMAGES_FOLDER, TEXT_FOLDER = "ae", "text_encoder"
@@ -67,8 +68,7 @@ AUTOENCODER_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "decoder": ("latent_channels", "ch_0", "ch_max", "decoder_blocks_per_stage", "channels"),
 }
-"""Keys that are read from `{half}_conf.yml`, the config of each half of Waypoint-1's autoencoder.
-"""
+"""Keys read from `{half}_conf.yml`, the config of each half of Waypoint-1's autoencoder."""
 UMT5_XL: dict[str, Any] = {**UMT5_XXL, "d_model": 2048, "d_ff": 5120, "num_heads": 32}
 """`UMT5Config` values of google/umt5-xl."""
 
@@ -87,13 +87,14 @@ RULES: Rules = (
     (r"\.(attn|cross)\.([qkv])_proj\.", r".\1.\2."),
     (r"^blocks\.0\.cond_proj\.", "cond_proj."),
 )
-"""Rules that rename stored tensors that are not split."""
+"""Rules for renaming stored tensors that are not split."""
 _UNUSED = re.compile(r"\.cond_heads\.|^(ctrl|prompt)_cfg\.null_emb\Z")
-"""Stored tensors that are not read: heads of another mode, and embeddings for training."""
+"""Stored tensors that are not read: heads for another mode, and embeddings for training."""
 
 
 def network_source(stored: TensorSource, config: WaypointConfig) -> AdaptedSource:
-    """Return a view of a stored network in which tensors have the names of `transformer_shapes`.
+    """Return a view of a stored network that renames its tensors to the names in
+    `transformer_shapes`.
 
     Raises:
         ValueError: The stored names are ambiguous.
@@ -126,7 +127,7 @@ def network_source(stored: TensorSource, config: WaypointConfig) -> AdaptedSourc
 
 
 def transformer_shapes(config: WaypointConfig, *, stored: bool = False) -> dict[str, Shape]:
-    """Return the shape of every tensor of the network, by the model's names.
+    """Return the shape of every tensor in the network, keyed by the model's names.
 
     Args:
         config: Architecture of the network.
@@ -152,15 +153,17 @@ def _network_shapes(config: WaypointConfig) -> dict[str, Shape]:
 
 
 def _repeats(config: WaypointConfig) -> dict[str, str]:
-    """Return the names of the modulation projections' copies in later blocks, each with the name of
-    its parameter in the model."""
+    """Return the names of the modulation projections' copies in later blocks, each mapped to the
+    name of its parameter in the model.
+    """
     names = [f"cond_proj.{index}.weight" for index in range(6)]
     return {f"blocks.{block}.{name}": name for block in range(1, config.n_layers) for name in names}
 
 
 def load_transformer(transformer: "WaypointTransformer", stored: TensorSource) -> None:
     """Load the network strictly from either form of the file. Raises ValueError if names, shapes or
-    copies do not match."""
+    copies do not match.
+    """
     config = transformer.config
     source = network_source(stored, config)
     load_strict(transformer, source, transformer_shapes(config, stored=True), what="transformer")
@@ -191,7 +194,7 @@ def load_transformer(transformer: "WaypointTransformer", stored: TensorSource) -
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """Paths of the components of a checkpoint. None: the component is missing."""
+    """Paths of a checkpoint's components. The path of a missing component is None."""
 
     root: Path
     """The checkpoint directory."""
@@ -222,7 +225,7 @@ class CheckpointLayout:
             )
 
     def codec_sizes(self) -> dict[str, Any]:
-        """Return those arguments of the autoencoder that its files specify, as JSON types.
+        """Return the autoencoder arguments specified by the autoencoder's files, as JSON types.
 
         Raises:
             ValueError: A file is invalid.
@@ -240,7 +243,7 @@ class CheckpointLayout:
 
     def text_config(self, width: int) -> dict[str, Any]:
         """Return the `UMT5Config` values from the text encoder's config, or the released values if
-        it has no config.
+        the text encoder has no config.
 
         Args:
             width: Width of the text embeddings.
@@ -261,10 +264,10 @@ class CheckpointLayout:
 
 
 def find_layout(path: Path) -> CheckpointLayout:
-    """Locate the components in `path`.
+    """Locate the checkpoint components in `path`.
 
     Raises:
-        ValueError: The directory contains no config of a Waypoint model. The message is one line.
+        ValueError: The directory contains no Waypoint model config. The message is one line.
     """
     if not is_checkpoint(path):
         raise ValueError(
@@ -281,7 +284,8 @@ def find_layout(path: Path) -> CheckpointLayout:
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether `path` contains the `config.yaml` of a Waypoint model. The check is cheap and
-    never raises."""
+    never raises.
+    """
     try:
         config = read_config(path) if (path / CONFIG_FILE).is_file() else {}
     except (ValueError, OSError):
@@ -309,8 +313,8 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 
 def load_autoencoder(module: nn.Module, source: TensorSource, *, what: str) -> None:
-    """Load TAEHV, or the encoder or the decoder for images. The parameters of these modules have
-    the stored names.
+    """Load TAEHV, the image encoder or the image decoder. The parameter names of these modules are
+    the stored tensor names.
 
     Raises:
         ValueError: Tensor names or shapes do not match.
@@ -319,7 +323,7 @@ def load_autoencoder(module: nn.Module, source: TensorSource, *, what: str) -> N
 
 
 def read_config(path: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
-    """Return the mapping in a YAML file of the folder `path`, or the file's section `model` if it
+    """Return the mapping in a YAML file in the folder `path`, or the file's `model` section if it
     has one.
 
     Raises:

@@ -41,8 +41,9 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Architecture of a network. Fields have the names of the keys in `config.yaml`. The defaults
-    of the fields apply to keys that the file omits."""
+    """Architecture of a network. Fields are named after the keys in `config.yaml`. The field
+    defaults apply to keys that the file omits.
+    """
 
     d_model: Count
     """Width of the network."""
@@ -55,25 +56,25 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
     channels: Count
     """Number of latent channels."""
     height: Count
-    """Number of rows of the token grid, after patching."""
+    """Number of rows in the token grid, after patching."""
     width: Count
-    """Number of columns of the token grid, after patching."""
+    """Number of columns in the token grid, after patching."""
     local_window: Count
     """Number of frames that a local layer attends to, including the current one."""
     global_window: Count
-    """Number of frames covered by the window of a global layer, including the current one."""
+    """Number of frames that a global layer's window covers, including the current one."""
     global_pinned_dilation: Count
     """Distance n between retained frames: a global layer retains every n-th frame of its window."""
     global_attn_period: Count
     """Period n of the global layers: every n-th layer is global."""
     base_fps: Count
-    """Latent frames per second in training."""
+    """Number of latent frames per second in training."""
     model_type: str = "waypoint-1"
     """Generation of the model, for example `waypoint-1.5`."""
     n_kv_heads: Count = 0
     """Number of key/value heads. Default: `n_heads`."""
     tokens_per_frame: Count = 0
-    """Number of tokens of a latent frame. Default: `height * width`."""
+    """Number of tokens in a latent frame. Default: `height * width`."""
     global_attn_offset: int = 0
     """Index of the first global layer, modulo `global_attn_period`."""
     patch: tuple[Count, Count] = (1, 1)
@@ -83,7 +84,9 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
     ctrl_conditioning_period: Count = 3
     """Period n: every n-th block has a `ControlFusion`."""
     prompt_conditioning: str | None = None
-    """How a prompt conditions the network: `cross_attention`. None: the model takes no prompts."""
+    """How a prompt conditions the network: `cross_attention`, or None if the model takes no
+    prompts.
+    """
     prompt_conditioning_period: Count | None = None
     """Period n: every n-th block has a `CrossAttention`. Default: `ctrl_conditioning_period`."""
     prompt_embedding_dim: Count | None = None
@@ -168,13 +171,14 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def codec_size(self) -> tuple[int, int]:
-        """Height and width in pixels of the autoencoder's frames in Waypoint 1.5."""
+        """Height and width of the autoencoder's frames in pixels, in Waypoint 1.5."""
         return self.latent_shape[1] * CODEC_STRIDE, self.latent_shape[2] * CODEC_STRIDE
 
     @property
     def native_size(self) -> tuple[int, int]:
-        """Height and width in pixels of the video: (720, 1280) or (360, 640). Waypoint 1.5 resizes
-        frames between this size and `codec_size`."""
+        """Height and width of the video in pixels: (720, 1280) or (360, 640). Waypoint 1.5 resizes
+        frames between this size and `codec_size`.
+        """
         if self.temporal_compression == 1:
             return 360, 640
         height, width = self.codec_size
@@ -185,7 +189,7 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def time_step(self) -> int:
-        """Distance between two latent frames in rotary positions."""
+        """Distance between consecutive latent frames, in rotary positions."""
         return self.base_fps * self.temporal_compression // self.inference_fps
 
     @property
@@ -226,8 +230,8 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "WaypointConfig":
-        """Read the mapping of a `config.yaml`. Raises ValueError if keys are missing or values are
-        not supported.
+        """Create the config from the mapping in a `config.yaml`. Raises ValueError if keys are
+        missing or values are not supported.
 
         Unknown keys are logged and ignored, because not all published files were available.
         """
@@ -242,7 +246,8 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def known_keys(cls) -> frozenset[str]:
         """Return the keys of a `config.yaml` that are read or validated, or that are known to
-        concern only training."""
+        affect only training.
+        """
         return frozenset((*cls.__struct_fields__, *_IMPLEMENTED, *_UNUSED))
 
 
@@ -262,7 +267,7 @@ _UNUSED = (
     "ae_uri",
     "prompt_encoder_uri",
 )
-"""Keys of `config.yaml` that are ignored, because they concern only training or other files."""
+"""Keys of `config.yaml` to ignore, because they affect only training or describe other files."""
 _FIXED: Final = (
     "latent_frames_per_chunk",
     "first_chunk_latent_frames",
@@ -294,7 +299,8 @@ WaypointStream = StreamModelSetup[WaypointConfig, WaypointOptions]
 
 def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> WaypointStream:
     """Read the family's part of `hf_config` and the serving options. Raises ValueError if either is
-    invalid."""
+    invalid.
+    """
     config = WaypointConfig.from_checkpoint(checkpoint["transformer"])
     return StreamModelSetup(config, WaypointOptions.read_unless(_FIXED, omni.model), config.plan)
 
@@ -325,8 +331,8 @@ _KEYS: Final[Mapping[int, str]] = {
 
 
 def virtual_key(code: int) -> Button:
-    """Return the button of a virtual-key code. A code without a name results in a button such as
-    vk_5b.
+    """Return the button for a virtual-key code. If the code has no name, the button is named after
+    the code, for example vk_5b.
     """
     name, *codes = _KEYS.get(code, f"vk_{code:02x}").split()
     return Button(name, name.replace("_", " ").capitalize(), tuple(codes))
@@ -335,7 +341,8 @@ def virtual_key(code: int) -> Button:
 @cache
 def action_space(config: WaypointConfig) -> ActionSpace:
     """Return the controls: one button per virtual-key code, the mouse's motion since the last
-    latent frame, and the wheel."""
+    latent frame, and the wheel.
+    """
     return ActionSpace(
         buttons=tuple(virtual_key(code) for code in range(config.n_buttons)),
         axes=(
@@ -350,7 +357,8 @@ def action_space(config: WaypointConfig) -> ActionSpace:
 
 def control_vectors(actions: ActionFrames) -> torch.Tensor:
     """Convert controls to vectors, fp32 [N, buttons + 3]. A vector consists of the mouse's dx and
-    dy, every button, and the sign of the wheel's motion."""
+    dy, one value per button, and the sign of the wheel's motion.
+    """
     return torch.cat(
         (actions.axes_NA, actions.buttons_NB.float(), actions.scroll_N.sign().unsqueeze(1)), dim=1
     )

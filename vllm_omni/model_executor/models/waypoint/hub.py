@@ -2,8 +2,10 @@
 """Downloads of the released Waypoint models, each with its autoencoder and, for Waypoint-1, its
 text encoder.
 
-Download sizes are published, or follow from the number of parameters. The model cards state
-Apache-2.0. The licences of the autoencoders' repositories were not available."""
+Download sizes are the published ones or are calculated from the number of parameters. The model
+cards state the Apache-2.0 licence. The licences of the autoencoders' repositories were not
+available.
+"""
 
 from pathlib import Path
 
@@ -47,7 +49,8 @@ RELEASES = {
 
 def check_complete(path: Path) -> None:
     """Raise ValueError unless all components exist and the network's tensors have the right names
-    and shapes. Only file names and headers are read."""
+    and shapes. Only file names and headers are read.
+    """
     from vllm_omni.model_executor.checkpoint.loading import check_shapes
     from vllm_omni.model_executor.models.waypoint.checkpoint import (
         find_layout,

@@ -63,16 +63,17 @@ Request = DiffusionRequest[WaypointSession, WaypointChunk]
 
 @dataclass(frozen=True, kw_only=True)
 class WaypointSetup(StreamingSetup[WaypointConfig, WaypointOptions]):
-    """Resolved and validated arguments of `Waypoint`."""
+    """Resolved and validated constructor arguments of `Waypoint`."""
 
     read_stream = staticmethod(read_stream)
 
     layout: CheckpointLayout
-    """Paths of the components of the checkpoint."""
+    """Paths of the checkpoint's components."""
     codec: Mapping[str, Any]
-    """Arguments of the autoencoder that differ from the released arguments."""
+    """Autoencoder arguments that override the released ones."""
     text_config: Mapping[str, Any]
-    """`UMT5Config` values of the text encoder. Empty: the model takes no prompts."""
+    """`UMT5Config` values of the text encoder. The mapping is empty if the model takes no prompts.
+    """
 
     @classmethod
     def own_fields(
@@ -110,7 +111,8 @@ class Waypoint(StreamingModel[WaypointSession, WaypointChunk]):
 
     def load_checkpoint(self, layout: CheckpointLayout) -> None:
         """Load all parameters of this rank strictly. Raises ValueError if the checkpoint does not
-        match."""
+        match.
+        """
         layout.require(self.config)
         load_transformer(self.transformer, layout.open_network())
         layout.load_codec(self.codec)
@@ -199,8 +201,10 @@ class Waypoint(StreamingModel[WaypointSession, WaypointChunk]):
         return prediction.unsqueeze(2) if self.parallel.last_stage else prediction
 
     def warmup_inputs(self) -> list[Inputs]:
-        """Return the inputs of a chunk with a start image and of a chunk without one. Together they
-        run every kind of forward pass, and the first and a later decode of a stream."""
+        """Return the inputs of a chunk with a start image and of a chunk without one. Together,
+        they run every kind of forward pass and both kinds of decode: the first decode of a stream
+        and a later one.
+        """
         image = torch.zeros(self.omni.height, self.omni.width, 3, dtype=torch.uint8)
         params = DiffusionParams(session_id="warm-up")
         return [(params, {"image": image}), (params, {})]
@@ -208,14 +212,16 @@ class Waypoint(StreamingModel[WaypointSession, WaypointChunk]):
     # -- helpers -------------------------------------------------------------------------
 
     def _prompt_kv(self, text_SE: torch.Tensor) -> torch.Tensor:
-        """Return the cross-attention K/V of an encoded prompt. The call is collective under tensor
-        parallelism."""
+        """Return the cross-attention K/V of an encoded prompt. With tensor parallelism, this is a
+        collective operation.
+        """
         padded = functional.pad(text_SE, (0, 0, 0, PROMPT_ROWS - len(text_SE)))
         return self.transformer.cross_attention_kv(padded)
 
     def start_step(self, request: Request) -> None:
-        """Compute the terms for controls and prompt, which all passes of a chunk share. The call is
-        collective under tensor parallelism."""
+        """Compute the terms for the controls and the prompt, which all forward passes of a chunk
+        share. With tensor parallelism, this is a collective operation.
+        """
         chunk = request.work
         if chunk.terms is not None:
             return

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory and compute of Waypoint for `vllm-omni plan`.
+"""Waypoint's memory and compute requirements for `vllm-omni plan`.
 
 The token grid is fixed, and there are two kinds of K/V ring buffers. Byte counts are taken from a
-network that is built on the meta device. The code of the network is only imported when a network is
-planned.
+network built on the meta device. The network code is imported only when a plan is computed.
 """
 
 import math
@@ -21,7 +20,7 @@ from vllm_omni.planning.stream_model import AutoencoderMemory, Changes, FamilyPl
 _TEXT_WEIGHTS = 7.6e9
 """Size in bytes of umt5-xl's encoder in bf16."""
 _WORKSPACE = 0.9e9
-"""Working memory in bytes of a decode at 512 tokens per frame: the measured peak minus the weights
+"""Working memory in bytes for a decode at 512 tokens per frame: the measured peak minus the weights
 and the session."""
 
 
@@ -38,7 +37,8 @@ def _stream_model(
     name: str, config: WaypointConfig, changes: Changes, codec: Mapping[str, Any] | None = None
 ) -> StreamModel:
     """Return the description of a network for `vllm-omni plan`. `codec` overrides the released
-    sizes of the autoencoder."""
+    sizes of the autoencoder.
+    """
     from vllm_omni.model_executor.models.waypoint.state import FrameRings
 
     fixed = sorted(
@@ -121,7 +121,7 @@ def _autoencoder(config: WaypointConfig, codec: Mapping[str, Any]) -> Autoencode
 
 PLAN = FamilyPlan(
     sizes=(*GRIDS, "waypoint_1_small"),
-    releases=("waypoint_1_1_small",),  # the same network as the last of `sizes`
+    releases=("waypoint_1_1_small",),  # the same network as the last entry of `sizes`
     named=_named,
     of_checkpoint=_of_checkpoint,
 )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configurations of the released Waypoint networks, by their names for `vllm-omni download`.
+"""The configurations of the released Waypoint networks, keyed by their `vllm-omni download` names.
 
 This module contains only tables. `hub.py` downloads the networks, `checkpoint.py` locates them, and
-`plan.py` computes their memory.
+`plan.py` computes their memory requirements.
 """
 
 from collections.abc import Mapping
@@ -59,12 +59,13 @@ _WAYPOINT_1: Final[Mapping[str, Any]] = {
     "base_fps": 60,
 }
 GRIDS: Final[Mapping[str, tuple[int, int]]] = {"waypoint": (16, 32), "waypoint_360p": (8, 16)}
-"""Height and width of the token grid, by the name of the Waypoint 1.5 release."""
+"""Height and width of the token grid, keyed by the name of the Waypoint 1.5 release."""
 
 
 def released_config(name: str) -> WaypointConfig:
     """Return the configuration of a release. The names in `GRIDS` are releases of Waypoint 1.5. All
-    other names refer to Waypoint-1."""
+    other names refer to Waypoint-1.
+    """
     if name not in GRIDS:
         return WaypointConfig.from_checkpoint(_WAYPOINT_1)
     height, width = GRIDS[name]

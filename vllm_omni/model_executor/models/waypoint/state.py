@@ -38,7 +38,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class FrameWindow(KVWindow):
-    """A window with the K/V of the current frame and of those earlier frames whose index is
+    """A window with the K/V of the current frame and of the earlier frames whose indices are
     divisible by `dilation`.
 
     A retained frame overwrites the slot of the frame that it evicts, and it does not attend to the
@@ -81,7 +81,7 @@ class FrameWindow(KVWindow):
         return [*retained, frame] if frame % self.dilation else retained
 
     def num_keys(self, frame: int) -> int:
-        """Return how many keys `frame` attends to. These keys are at the beginning of the
+        """Return the number of keys that `frame` attends to. These keys are at the beginning of the
         buffer.
         """
         return (self._num_retained(frame) + (frame % self.dilation > 0)) * self.tokens_per_frame
@@ -136,13 +136,15 @@ class FrameRings(WindowSet):
 
     def window(self, layer: int) -> tuple[FrameWindow, int]:
         """Return the window of a layer, and the layer's index in it. `layer` is the index in the
-        whole network."""
+        whole network.
+        """
         kind, index = self.layers[layer]
         return self.rings[kind], index
 
     def frame_slot(self, frame: int) -> FrameSlot:
         """Return the slot of `frame`. Call this once per frame, because all passes of the frame use
-        the same slot."""
+        the same slot.
+        """
         size = self.clean.tokens_per_frame
         tokens_KT = torch.tensor(
             [[window.slot(frame) * size] for window in self.rings]
@@ -163,8 +165,9 @@ class FrameRings(WindowSet):
         v_TNH: torch.Tensor,
         slot: FrameSlot,
     ) -> torch.Tensor:
-        """Write the K/V of a frame in a layer, and return the attention result of the frame's
-        queries."""
+        """Write a frame's K/V for one layer, and return the attention output for the frame's
+        queries.
+        """
         window, index = self.window(layer)
         kind, _ = self.layers[layer]
         if slot.sets_scales:
@@ -193,7 +196,8 @@ class WaypointSession(StreamingSession[FrameRings, SessionValue]):
 
     def check_committed(self, committed_frames: int) -> range:
         """Check that there is one committed frame per chunk, and at most one more for a start
-        image. Return the frame of the next chunk."""
+        image. Return the frame of the next chunk.
+        """
         if committed_frames - self.chunk_index not in (0, 1):
             raise RequestFailed(
                 "invalid_snapshot", "the snapshot's chunks and frames do not fit together"
@@ -212,17 +216,18 @@ class WaypointChunk(StreamingChunk[FrameRings, SessionValue]):
     controls: torch.Tensor
     """Controls of the chunk, fp32 [buttons + 3] on the host."""
     ropes: Sequence[Rotation] = ()
-    """Rotary tables of each frame of the chunk."""
+    """Rotary tables of each frame in the chunk."""
     slots: Sequence[FrameSlot] = ()
-    """Slot of each frame of the chunk."""
+    """Slot of each frame in the chunk."""
     image: torch.Tensor | None = None
-    """Latent of the start image, fp32 [C, h, w]. None: the chunk has no image."""
+    """Latent of the start image, fp32 [C, h, w], or None if the chunk has no image."""
     terms: torch.Tensor | None = None
     """Result of `WaypointTransformer.controls`, computed before the first pass."""
 
     def frame_index(self, step: int) -> int:
-        """Return the index within the chunk of the frame that pass `step` computes. The first pass
-        computes the start image, if there is one."""
+        """Return which frame pass `step` computes, as an index within the chunk. The first pass
+        computes the start image, if there is one.
+        """
         return min(step, len(self.frames) - 1)
 
     def latents_at(self, step: int) -> torch.Tensor:

@@ -4,16 +4,17 @@ of a rectified flow.
 
 The tokens of a frame attend to each other and to the frames in every layer's ring buffer, without a
 mask. The noise level and the controls are represented by one vector each. The noise level acts
-through ada-RMS modulation, with six projections that all blocks share (a block only has its own
-biases). The controls act through a small MLP in every `ctrl_conditioning_period`-th block.
-Waypoint-1 adds gates on heads and cross-attention to a prompt. Waypoint 1.5 mixes the values of its
-first layer into all other layers; pipeline stages send these values along with the residual stream.
+through ada-RMS modulation, with six projections that all blocks share. Only the biases are specific
+to each block. The controls act through a small MLP in every `ctrl_conditioning_period`-th block.
+Waypoint-1 adds gates on heads, and cross-attention to a prompt. Waypoint 1.5 mixes the values of
+its first layer into all other layers; pipeline stages send these values along with the residual
+stream.
 
 No step of a forward pass synchronises with the device. Values that differ between frames are device
 tensors, so one CUDA graph serves all frames of a session.
 
 The code was written from a description and recorded tensors of the original (README.md), without
-using its code.
+using the original code.
 """
 
 # B batch entries (one frame of one session each), T tokens of a frame, D width, N heads (of this
@@ -49,7 +50,7 @@ from vllm_omni.model_executor.models.waypoint.config import PROMPT_ROWS, Waypoin
 from vllm_omni.model_executor.models.waypoint.state import FrameRings, FrameSlot, Rotation
 
 _EPS = float(torch.finfo(torch.float32).eps)
-"""Epsilon of every norm. All dtypes use the same epsilon."""
+"""Epsilon of every norm, for all dtypes."""
 _NOISE_WIDTH = 512
 
 
@@ -82,15 +83,17 @@ class FrequencyTables:
 
 
 def rms(x: torch.Tensor) -> torch.Tensor:
-    """Return x / sqrt(mean(x^2) + eps) over the last dimension in the dtype of `x`. The computation
-    is in fp32."""
+    """Return x / sqrt(mean(x^2) + eps) over the last dimension. The result is computed in fp32 and
+    converted to the dtype of `x`.
+    """
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS)).to(x.dtype)
 
 
 def rms_rotate(x_BTNH: torch.Tensor, cos_BTC: torch.Tensor, sin_BTC: torch.Tensor) -> torch.Tensor:
     """Normalise each head and rotate its channel pairs (2j, 2j + 1). In the result, the first
-    components of all pairs come before the second components."""
+    components of all pairs come before the second components.
+    """
     first, second = rms(x_BTNH).float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos_BTC.unsqueeze(-2), sin_BTC.unsqueeze(-2)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(
@@ -146,9 +149,9 @@ class FrameItem:
     window: FrameRings
     """Ring buffers of the session. Every block writes to them at `slot`."""
     slot: FrameSlot
-    """Slot to which the K/V of the frame are written."""
+    """Slot that the frame's K/V are written to."""
     prompt_kv: torch.Tensor | None = None
-    """Result of `cross_attention_kv`. None: the model takes no prompts."""
+    """Result of `cross_attention_kv`, or None if the model takes no prompts."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,7 @@ class LayerBuilder:
     precision: LinearPrecision
     """Precision of the linear layers."""
     prefix: str
-    """Name of the layer in the pipeline, by which quantization is configured."""
+    """Name of the layer in the pipeline. The quantization config refers to layers by this name."""
 
     def under(self, name: str) -> "LayerBuilder":
         return replace(self, prefix=f"{self.prefix}.{name}")
@@ -212,13 +215,14 @@ def mlp(fc1: nn.Module, fc2: nn.Module) -> nn.Sequential:
 
 
 def whole_mlp(width: int, hidden: int, out: int) -> nn.Sequential:
-    """Return an MLP that is replicated on all ranks, because it runs at most once per frame."""
+    """Return an MLP. It is replicated on all ranks, because it runs at most once per frame."""
     return mlp(nn.Linear(width, hidden, bias=False), nn.Linear(hidden, out, bias=False))
 
 
 class SelfAttention(nn.Module):
     """Grouped-query attention of a frame over its ring buffer. `layer` is the index of the layer in
-    the whole network."""
+    the whole network.
+    """
 
     def __init__(self, build: LayerBuilder, layer: int) -> None:
         super().__init__()
@@ -246,8 +250,9 @@ class SelfAttention(nn.Module):
     def forward(
         self, a_BTD: torch.Tensor, first_v: torch.Tensor | None, inputs: ForwardInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the result of attention, and the values of the first layer. `first_v` contains
-        these values; it is None in the first layer itself."""
+        """Return the attention output and the values of the first layer. `first_v` contains these
+        values; it is None in the first layer itself.
+        """
         q, k, v = (
             part.unflatten(-1, (-1, self.config.head_dim))
             for part in self.qkv(a_BTD).split(self.sizes, dim=-1)
@@ -266,7 +271,8 @@ class SelfAttention(nn.Module):
 
 class CrossAttention(nn.Module):
     """Cross-attention to a prompt. The padding of the prompt is zero and is not masked, as in the
-    original."""
+    original.
+    """
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
@@ -333,7 +339,7 @@ class WaypointBlock(nn.Module):
         inputs: ForwardInputs,
         modulation_B6D: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (the residual stream [B, T, D], the values of the first layer)."""
+        """Return the residual stream, [B, T, D], and the values of the first layer."""
         fused_ops = self.fused_ops
         s0, b0, g0, s1, b1, g1 = modulation_B6D.unsqueeze(2).unbind(1)
         attended, first_v = self.attn(fused_ops.modulate(x, s0, b0), first_v, inputs)
@@ -353,11 +359,12 @@ class WaypointTransformer(StageNetwork):
 
     Args:
         config: Architecture of the network.
-        parallel: Parallel layout of this rank. None: there is only one rank.
+        parallel: Parallel layout of this rank, or None if there is only one rank.
         compiled: Whether to compile pointwise ops.
         cuda_graphs: Whether to replay forward passes as CUDA graphs (`ForwardGraphs`).
         quantization: Quantization of the linear layers.
-        prefix: Name of the network in the pipeline, by which quantization is configured.
+        prefix: Name of the network in the pipeline. The quantization config refers to layers by
+            names that start with this name.
     """
 
     def __init__(
@@ -375,7 +382,7 @@ class WaypointTransformer(StageNetwork):
         dim = config.d_model
         self.tables = FrequencyTables.of_config(config)
         self.graphs = ForwardGraphs() if cuda_graphs else None
-        # The first layer has few channels, and the second one has a single token as input.
+        # `gate_proj` has few channels, and the input of `fc1_c` is a single token.
         retained = [f"{prefix}.blocks.*.attn.gate_proj", f"{prefix}.blocks.*.control.fc1_c"]
         self._build = LayerBuilder(
             config,
@@ -438,7 +445,8 @@ class WaypointTransformer(StageNetwork):
 
     def embed_noise(self, sigma: float) -> torch.Tensor:
         """Return the embedding of a noise level in [0, 1], fp32 [D]. Phases are fp32 products, as
-        in training."""
+        in training.
+        """
         phases = torch.tensor(1000.0 * sigma, dtype=torch.float32) * self.tables.noise
         waves = math.sqrt(2) * torch.cat((phases.sin(), phases.cos()))
         embedded: torch.Tensor = self.denoise_step_emb(waves.to(self.device))
@@ -446,7 +454,8 @@ class WaypointTransformer(StageNetwork):
 
     def modulation(self, sigma: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the modulation for a noise level: [L, 6, D] for the blocks and [2, D] for the
-        head. The result is cached, because there are few noise levels."""
+        head. The result is cached, because there are few noise levels.
+        """
         if sigma not in self._modulation:
             embedded = self.embed_noise(sigma)
             blocks = []
@@ -464,21 +473,24 @@ class WaypointTransformer(StageNetwork):
         return self._modulation[sigma]
 
     def embed_controls(self, controls: torch.Tensor) -> torch.Tensor:
-        """Return the embedding [D] of controls, which are a vector of `control_vectors`, fp32
-        [buttons + 3]."""
+        """Return the embedding [D] of `controls`, one vector from `control_vectors`, fp32 [buttons
+        + 3].
+        """
         embedded: torch.Tensor = self.ctrl_emb(to_device(controls.to(self.dtype), self.device))
         return embedded
 
     def controls(self, controls: torch.Tensor) -> torch.Tensor:
         """Return the terms that a frame's controls add, [control blocks, D], for the channels of
-        this rank."""
+        this rank.
+        """
         embedded = self.embed_controls(controls)
         terms = [block.control.term(embedded) for block in self.layers if block.control is not None]
         return torch.stack(terms) if terms else embedded.new_empty(0, embedded.shape[0])
 
     def cross_attention_kv(self, prompt_SE: torch.Tensor) -> torch.Tensor:
         """Return the K/V of text embeddings, [prompt blocks, 2, S, N, H]. The padding of the
-        embeddings is zero and takes part in attention."""
+        embeddings is zero and takes part in attention.
+        """
         items = prompt_SE.to(self.device, self.dtype)
         retained = [
             block.cross.keys_values(items) for block in self.layers if block.cross is not None
@@ -486,8 +498,9 @@ class WaypointTransformer(StageNetwork):
         return torch.stack(retained) if retained else items.new_empty(0)
 
     def rope(self, frame: int) -> Rotation:
-        """Return the rotary tables (cos, sin) of a latent frame, fp32 [T, C], with the channels of
-        x, y and time in this order. Frame indices are not limited."""
+        """Return the rotary tables (cos, sin) of a latent frame, fp32 [T, C], with the channels in
+        the order x, y, time. Frame indices are not limited.
+        """
         time = frame * self.config.time_step * self.tables.time.double()
         cos, sin = (
             torch.cat((spatial, lanes.float().expand(len(spatial), -1)), dim=-1)
@@ -497,7 +510,7 @@ class WaypointTransformer(StageNetwork):
 
     @cached_property
     def _spatial(self) -> Rotation:
-        """Return the rotary tables (cos, sin) of the channels of x and y, on the CPU."""
+        """Return the rotary tables (cos, sin) for the x and y channels, on the CPU."""
         config, lanes = self.config, self.tables.xy.double()
         x = (2 * torch.arange(config.width, dtype=torch.float64) + 1) / config.width - 1
         y = (2 * torch.arange(config.height, dtype=torch.float64) + 1) / config.height - 1
@@ -516,8 +529,9 @@ class WaypointTransformer(StageNetwork):
     ) -> torch.Tensor:
         """Predict velocities, fp32 [B, C, h, w], and write each frame's K/V into its window.
 
-        The call is collective under tensor parallelism. `hidden_BTD` is the result of the previous
-        pipeline stage. All stages except the last return hidden states instead of velocities.
+        With tensor parallelism, this is a collective operation. `hidden_BTD` is the result of the
+        previous pipeline stage. All stages except the last return hidden states instead of
+        velocities.
         """
         levels = [self.modulation(item.sigma) for item in items]
         inputs: Inputs = {
@@ -552,8 +566,8 @@ class WaypointTransformer(StageNetwork):
         )
 
     def _predict(self, items: Sequence[FrameItem], given: Inputs) -> torch.Tensor:
-        """Compute `forward`. Inputs that differ between calls are in `given`. Of `items`, only
-        values that a graph may retain are read.
+        """Compute `forward`. `given` contains the inputs that differ between calls. From `items`,
+        this method reads only values that a CUDA graph may retain.
         """
         placed = zip(items, given["tokens"], given["key_ranges"], strict=True)
         prompts = zip(

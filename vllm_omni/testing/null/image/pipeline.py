@@ -7,10 +7,10 @@ takes almost no time. An image depends only on prompts, seed, steps, guidance an
 image does not depend on the other requests in its batch or on how the `n` images are split into
 requests. `DiffusionParams.options` can delay a request or make it fail (`NullFaults`).
 
-An image consists of 8 x 8 pixel squares, one per latent, with the colour of the latent. The first
-square has the mean colour of all input images, or is black if there are none. The grey level of the
-second square is 10 times the number of input images, plus 100 if there is a mask. In a video, all
-pixels of frame n have the value n % 256, except for the first square.
+An image consists of squares of 8 x 8 pixels, one per latent, each in the colour of its latent. The
+first square has the mean colour of all input images, or is black if there are none. The grey level
+of the second square is 10 times the number of input images, plus 100 if there is a mask. In a
+video, all pixels of frame n have the value n % 256, except for the first square.
 """
 
 import hashlib

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws squares that show the received actions into the frames of the null world, so that tests can
-read the actions even after the frames have passed through codecs and browsers.
+"""Draws squares into the null world's frames to show the received actions. Tests can read the
+actions even after the frames have passed through codecs and browsers.
 
 Each square is 8 x 8 pixels. A frame has one square per button, one per axis and one for the wheel,
 in the order of the action space. The squares fill the bottom of the frame from left to right, and
 then the rows above. The square of a held button is white, and that of a released button is black.
-The square of an axis or the wheel has gray value 128 at rest. Moving the axis or the wheel changes
-this gray value by up to 127. The change is the value of the axis, scaled so that the largest value
-of its range changes the gray value by 127, or unscaled if the range is unlimited. A chunk without
-any action has no squares.
+At rest, the square of an axis or the wheel has grey value 128. Moving the axis or the wheel changes
+this grey value by up to 127. If an axis has a limited range, its value is scaled so that the
+largest value of the range changes the grey value by 127. If the range is unlimited, the axis value
+is added unscaled. A chunk without any action has no squares.
 """
 
 import numpy as np
@@ -25,7 +25,7 @@ def is_idle(rows: ActionFrames | None) -> bool:
 
 
 def levels(space: ActionSpace, rows: ActionFrames) -> np.ndarray:
-    """Return the gray values of the squares for each row of controls, uint8 [N, squares]."""
+    """Return the grey values of the squares for each row of controls, uint8 [N, squares]."""
     buttons_NB = rows.buttons_NB.to(torch.float32) * 255
     gains_A = torch.tensor([_gain(axis) for axis in space.axes])
     values_NV = torch.cat([rows.axes_NA * gains_A, rows.scroll_N[:, None] * 127], 1)
@@ -41,7 +41,7 @@ def draw(frames_THWC: torch.Tensor, space: ActionSpace, rows: ActionFrames) -> N
 
 
 def read(frame_HWC: np.ndarray, count: int) -> list[int]:
-    """Return the gray values at the centres of the first `count` squares of a frame."""
+    """Return the grey values at the centres of the first `count` squares of a frame."""
     corners = [_corner(position, *frame_HWC.shape[:2]) for position in range(count)]
     return [
         round(float(frame_HWC[top + 2 : top + 6, left + 2 : left + 6].mean()))

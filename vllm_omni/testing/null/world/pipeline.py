@@ -60,7 +60,7 @@ class NullFaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fail_at: int = 0
     """Index of the denoise step that fails if `fail_in` is `denoise`."""
     nan_at: int | None = None
-    """Index of the step after which the latents are NaN. None: no step makes them NaN."""
+    """Index of the step after which the latents are NaN, or None if no step makes them NaN."""
     clean_pass: bool = False
     """Whether the last step is a clean-context pass, which does not change the latents."""
 
@@ -84,7 +84,7 @@ class NullScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NullSession(SessionState):
-    """State of a session of the null world.
+    """State of a null-world session.
 
     Later chunks depend on `memory_CHW`, the fp32 sum of all committed latents.
     """
@@ -144,16 +144,16 @@ class NullSession(SessionState):
 
 @dataclass
 class _Chunk:
-    """Working set of one chunk of the null world."""
+    """Working set of one null-world chunk."""
 
     latents_CHW: torch.Tensor
     """Current latents of the chunk."""
     options: NullOptions
-    """Options that the request of the chunk sets."""
+    """Options that the chunk's request sets."""
     prompt: str
     """Prompt of the session after the chunk."""
     rows: ActionFrames | None
-    """Controls for each latent frame. None: the request has no controls."""
+    """Controls for each latent frame, or None if the request has no controls."""
 
 
 Request = DiffusionRequest[NullSession, _Chunk]

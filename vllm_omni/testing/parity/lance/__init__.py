@@ -19,7 +19,7 @@ from vllm_omni.testing.parity.lance.tasks import VARIANTS, TaskInputs, compare_p
 
 
 def verify(golden_dir: Path) -> ComparisonReport:
-    """Run every scenario file of `golden_dir`."""
+    """Run every scenario file in `golden_dir`."""
     return run_scenarios(
         "lance",
         golden_dir,

@@ -20,7 +20,7 @@ VAE_WEIGHTS = "state_dict_vae.safetensors"
 
 
 def run_vae(scenario: GoldenScenario) -> None:
-    """Compare encoding and decoding of the recorded clips."""
+    """Compare the encoding and decoding of the recorded clips with the recorded results."""
     weights, _ = read_tensors(scenario.directory / VAE_WEIGHTS)
     vae = LanceWanVAE(
         replace(
@@ -42,13 +42,16 @@ def run_vae(scenario: GoldenScenario) -> None:
         mean, log_var = vae.posterior(scenario.get(f"{clip}.x"))
         judge("encode: mean", mean, f"{clip}.mu_norm", VAE)
         judge("encode: log-variance", log_var, f"{clip}.logvar", VAE)
-        # The original was recorded before the clamp to [-1, 1], which is part of our decoder.
+        # The original was recorded before the clamp to [-1, 1] that this package's decoder
+        # includes.
         expected = scenario.get(f"{clip}.dec").clamp(-1.0, 1.0)
         scenario.compare("decode", vae.decode_video(scenario.get(f"{clip}.z")), expected, VAE)
 
 
 def run_report(scenario: GoldenScenario) -> None:
-    """Compare the names and shapes of the full-size VAE with the released checkpoint."""
+    """Compare the tensor names and shapes of the full-size VAE with those of the released
+    checkpoint.
+    """
     recorded = json.loads(scenario.path.read_text())
     with torch.device("meta"):
         slots = checkpoint_slots(LanceWanVAE(WAN_2_2_VAE).vae)

@@ -3,9 +3,10 @@
 
 In fp32, the tolerance is 2e-5 per stage and 1e-4 for final latents. Ids, masks, positions and
 greedy tokens must be equal. In bf16, the relative L2 distance from the recorded bf16 result may be
-at most 2 %, or twice the distance between the recorded bf16 and fp32 results if that is more,
-because our result and the recording are rounded independently. Greedy tokens in bf16 are compared
-up to the first step whose two best logits differ by less than 2 % of the largest logit.
+at most 2 %, or at most twice the distance between the recorded bf16 and fp32 results, whichever is
+larger. The second limit exists because the result and the recording are rounded independently.
+Greedy tokens in bf16 are compared up to the first step whose two best logits differ by less than
+2 % of the largest logit.
 """
 
 import json
@@ -43,7 +44,7 @@ _LATENT_SETTINGS = {
     "max_num_frames": None,
     "max_latent_size": None,
 }
-"""Supported settings of the latents, by key. None: any value is supported."""
+"""Supported value of each latent setting, or None if any value is supported."""
 _OTHER_LLM_KEYS = (
     *("max_position_embeddings", "tie_word_embeddings", "_attn_implementation", "image_token_id"),
     *("layer_module", "qk_norm", "qk_norm_und", "qk_norm_gen", "apply_qwen_2_5_vl_pos_emb"),
@@ -62,7 +63,7 @@ class ToyModel:
     Args:
         directory: Directory with the recordings.
         precision: Precision of the recording to read, `fp32` or `bf16`.
-        dtype: Dtype in which the model is built.
+        dtype: Dtype to build the model in.
     """
 
     def __init__(self, directory: Path, precision: str, dtype: torch.dtype) -> None:
@@ -188,7 +189,7 @@ def greedy(
     steps: int,
     end_token: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode greedily, and return the tokens and the logits from which each token was chosen."""
+    """Decode greedily, and return the tokens and the logits that each token was chosen from."""
     capacity = sum(placed.segment.length for placed in context) + steps
     reading = UnderstandingChunk(
         cache=model.network.language_model.new_cache(capacity),

@@ -18,8 +18,8 @@ from vllm_omni.testing.parity.lance.recorded import STAGE, TABLE, Fp32Judge, Jud
 
 
 def compare_text(scenario: GoldenScenario, model: ToyModel, judge: Judge) -> None:
-    """Compare the prefill of a text (layers, K/V and logits) and the greedy decoding that
-    follows.
+    """Compare the prefill of a text (layers, K/V and logits) and the greedy decoding that follows
+    with the recording.
     """
     if "a.input_ids" not in scenario:
         return
@@ -56,8 +56,8 @@ def compare_text(scenario: GoldenScenario, model: ToyModel, judge: Judge) -> Non
 
 
 def compare_velocity(scenario: GoldenScenario, model: ToyModel, judge: Judge) -> None:
-    """Compare one velocity prediction after a short context, stage by stage. The prediction must
-    not make the context longer.
+    """Compare one velocity prediction after a short context with the recording, stage by stage. The
+    prediction must not make the context longer.
     """
     if "b.x_t" not in scenario:
         return
@@ -113,7 +113,9 @@ def _in_order(hidden: Any) -> torch.Tensor:
 
 
 def compare_tables(scenario: GoldenScenario, model: ToyModel) -> None:
-    """Compare the position table and its indices, the timestep features and the schedules."""
+    """Compare the position table and its indices, the timestep features and the schedules with the
+    recorded ones.
+    """
     config, judge = model.config, Fp32Judge(scenario)
     size = config.max_latent_size
     tiny = model.network.latent_pos_embed.rows(config.max_latent_frames, size, size)

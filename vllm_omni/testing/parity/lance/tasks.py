@@ -64,13 +64,13 @@ class TaskInputs:
     prompt: PromptSegments
     """Prompt of the task, built from the recorded text."""
     vit_grid: Grid | None
-    """Grid of the vision tower's output. None: the task has no visual input."""
+    """Grid of the vision tower's output, or None if the task has no visual input."""
     reference: torch.Tensor | None
-    """Latents of the reference image. None: the task has no reference image."""
+    """Latents of the reference image, or None if the task has no reference image."""
     noise: torch.Tensor | None
-    """Initial noise of the sampling. None for understanding tasks."""
+    """Initial noise for sampling, or None for understanding tasks."""
     first_frame: torch.Tensor | None
-    """Latents of the first frame, if the task specifies this frame. None: the task does not."""
+    """Latents of the first frame, or None if the task does not specify a first frame."""
     visuals: VisualContents
     """Embeddings of the task's visual inputs."""
 
@@ -126,7 +126,9 @@ def _texts(
 
 
 def compare_packing(scenario: GoldenScenario, model: ToyModel, inputs: TaskInputs) -> None:
-    """Compare token ids, modalities, splits, positions and masks, which must be equal."""
+    """Compare token ids, modalities, splits, positions and masks, which must equal the recorded
+    ones.
+    """
     task = inputs.task
 
     def equal(stage: str, ours: Any, name: str, size: int | None = None) -> None:
@@ -227,7 +229,7 @@ def _compare_generation(
     recorded: str,
     judge: Judge,
 ) -> None:
-    """Compare the sampling of a task, starting from the recorded noise.
+    """Compare the sampling of a task, starting from the recorded noise, with the recording.
 
     In the original's code path without a K/V cache, the unconditional context has its own
     positions, so recordings of this path are compared with `uncond_positions="own"`.

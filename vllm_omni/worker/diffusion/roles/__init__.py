@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roles of ranks, and the table from which the role of a rank is chosen at startup."""
+"""Rank roles, and the table used to choose a rank's role at startup."""
 
 from collections.abc import Callable, Mapping
 
@@ -17,8 +17,8 @@ STEPS: Mapping[str, Callable[[RankParts], StepSplit]] = {
         parts.model, parts.parallel.stage, parts.parallel.num_stages
     ),
 }
-"""Functions that return the `StepSplit` of a rank with layers, by the value of `omni.pipeline`. A
-`StepSplit` defines which denoise steps of a chunk the rank runs."""
+"""Functions that return the `StepSplit` of a rank with layers, keyed by the value of
+`omni.pipeline`. A `StepSplit` defines which denoise steps of a chunk the rank runs."""
 
 
 def _with_layers(role: Callable[[RankParts, StepSplit], LayersRole]) -> Callable[[RankParts], Role]:
@@ -37,5 +37,5 @@ ROLES: tuple[tuple[Callable[[RankParts], bool], Callable[[RankParts], Role]], ..
 
 
 def role_for(parts: RankParts) -> Role:
-    """Return the role of a rank, which depends on the options and on the position of the rank."""
+    """Return the role of a rank. The role depends on the options and on the rank's position."""
     return next(role(parts) for fits, role in ROLES if fits(parts))

@@ -63,8 +63,8 @@ def send_to_vae_stage(
     """Return the message to the VAE stage after a step in which `states` took part or failed.
 
     With several ranks per stage, each rank sends the message to its counterpart, and all messages
-    must be equal. A rank that detects a failure early (`FiniteCheck.known`) therefore reports the
-    failure only at the end of the chunk, when the ranks agree on it.
+    must be identical. A rank that detects a failure early (`FiniteCheck.known`) therefore reports
+    the failure only at the end of the chunk, when the ranks agree on it.
 
     Args:
         model: The model.

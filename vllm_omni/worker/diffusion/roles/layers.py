@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pipeline stage with layers that is not the last one.
 
-The stage sends hidden states to the next stage and receives the return messages of the last stage.
+The stage sends hidden states to the next stage and receives the return messages from the last
+stage.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,10 +18,10 @@ from vllm_omni.worker.diffusion.roles.with_layers import LayersRole, MicroStep
 
 
 class LayersStage(LayersRole):
-    """Role of a stage that depends on results of the last stage.
+    """Role of a stage that depends on results from the last stage.
 
-    Before the next step of a chunk can start, or the chunk can be committed, the return message of
-    the last stage must have arrived.
+    Before the next step of a chunk can start, or the chunk can be committed, the return message
+    from the last stage must have arrived.
     """
 
     decodes_chunks = False

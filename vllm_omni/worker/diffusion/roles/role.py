@@ -2,9 +2,9 @@
 """`Role`: the work of one rank in an engine step, and its messages to other pipeline stages.
 
 A rank has the same role for its lifetime (`vllm_omni.worker.diffusion.roles.role_for`). The runner
-calls the role and does not depend on the topology of the engine. Only roles write
-`DiffusionRequest.step`. With several ranks, every decision that precedes a collective must be the
-same on all ranks (`RankAgreement`).
+calls the role and does not depend on the engine topology. Only roles write `DiffusionRequest.step`.
+With several ranks, every decision that precedes a collective must be the same on all ranks
+(`RankAgreement`).
 """
 
 from abc import ABC, abstractmethod
@@ -45,7 +45,7 @@ from vllm_omni.worker.diffusion.sessions.store import SessionStore
 from vllm_omni.worker.diffusion.shared_text import SharedText
 
 Envelopes = dict[str, torch.Tensor]
-"""Packed results and packed failures, by request id."""
+"""Packed results and packed failures, keyed by request id."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class RankParts:
     pp: GroupCoordinator
     """Pipeline group of the rank."""
     num_ranks: int
-    """Number of ranks of the engine."""
+    """Number of ranks in the engine."""
     step_at_a_time: bool
     """Whether the scheduler runs one denoise step per engine step."""
     model: SupportsStepExecution
@@ -107,7 +107,7 @@ class RankParts:
         agreement: RankAgreement,
         sessions: SessionStore,
     ) -> Self:
-        """Create the objects of a rank.
+        """Create the objects for a rank.
 
         Args:
             vllm_config: Configuration of the engine.
@@ -162,7 +162,7 @@ class RankParts:
 
 
 class Role(ABC):
-    """Defines the work of one rank, which depends on the topology of the engine.
+    """Defines the work of one rank. The work depends on the engine topology.
 
     Args:
         parts: Objects that the rank uses.
@@ -234,11 +234,12 @@ class Role(ABC):
         """
 
     def receive_results(self, request_ids: Iterable[str]) -> None:  # noqa: B027 - most roles receive none
-        """Apply all return messages of the last stage up to the latest message about one of the
-        given requests."""
+        """Apply all return messages from the last stage, up to and including the latest message
+        about one of the given requests.
+        """
 
     def listen(self) -> None:  # noqa: B027
-        """Post the receives of return messages (`ReturnChannel.listen`).
+        """Post the receives for return messages (`ReturnChannel.listen`).
 
         This method is called whenever hidden states have been sent.
         """

@@ -30,7 +30,8 @@ from vllm_omni.worker.diffusion.roles.role import Envelopes, Role, pack_results
 
 class SingleRank(Role):
     """Runs one denoise step per engine step. The device time of each step is reported to the
-    scheduler."""
+    scheduler.
+    """
 
     decodes_chunks = True
     runs_schedule: ClassVar[bool] = True
@@ -60,7 +61,7 @@ class SingleRank(Role):
         outputs: Envelopes,
     ) -> IntermediateTensors | None:
         # This list is the same on all ranks that share the layers. `states` may contain a finished
-        # chunk once more, to deliver a result that was held back.
+        # chunk once more, to deliver a held-back result.
         chunks = [state for state in states if not state.is_session_operation and not state.done]
         waiting = self.in_flight.waiting(chunks)
         if self.parts.omni.kv_growth:
@@ -86,12 +87,13 @@ class SingleRank(Role):
         """Run one forward pass for one batch.
 
         If the engine has one rank, an exception fails only the request that causes it, because the
-        batch is repeated one request at a time. If the engine has several ranks, the exception is
-        raised and the engine exits, because the other ranks wait in the collectives of the batch.
+        batch is then repeated one request at a time. If the engine has several ranks, the exception
+        is raised and the engine exits, because the other ranks wait in the collectives of the
+        batch.
 
         Args:
-            states: Requests with equal `batch_key` and adapters.
-            hidden: Hidden states of the previous pipeline stage; None on the first stage.
+            states: Requests with the same `batch_key` and adapters.
+            hidden: Hidden states from the previous pipeline stage; None on the first stage.
 
         Returns:
             The result of `take_step`, or None after an exception.
@@ -128,7 +130,7 @@ class SingleRank(Role):
         return prediction
 
     def end_batch(self, states: Sequence[RequestState], outputs: Envelopes) -> None:
-        """Check, decode and commit the chunks of a batch whose last step this was.
+        """Check, decode and commit the chunks of a batch that have finished their last step.
 
         If a chunk still has a clean-context pass after its latents are final, the decode is
         launched before that pass, because the frames do not depend on it.
@@ -160,7 +162,7 @@ def first_steps(states: Sequence[RequestState]) -> list[DiffusionRequest]:
 
 
 def _chunk_order(state: RequestState) -> tuple[str, float]:
-    """Return a sort key that puts the chunks of a session in the order of their index."""
+    """Return a sort key that orders the chunks of a session by index."""
     return (
         ("", 0.0)
         if state.params is None

@@ -5,9 +5,9 @@ A chunk passes through all stages in one engine step. Stage i holds the whole ne
 window of step i. Stage i receives the chunk's latents, runs step i and sends the latents to the
 next stage. The session's next chunk follows one stage behind, so a single session uses all stages.
 The last stage decodes, and sends a message to the other stages (`ReturnChannel`). The message
-contains the inputs of the last step, which a stage needs in order to attend to the first chunk of a
-session at that noise level. The position of a stage in the pipeline, and therefore its role, is the
-same as for any stage with layers. This module does not depend on a model.
+contains the inputs of the last step. A stage needs these inputs to attend to the first chunk of a
+session at the last step's noise level. The position of a stage in the pipeline, and therefore its
+role, is the same as for any stage with layers. This module does not depend on a model.
 """
 
 from collections.abc import Sequence
@@ -58,5 +58,6 @@ class StageSteps:
 
     def latents_for_earlier_stages(self, request: DiffusionRequest) -> torch.Tensor:
         """Return and remove the stored inputs of the last step. Only the last stage calls this
-        method."""
+        method.
+        """
         return self._entered.pop(request.request_id)

@@ -29,12 +29,12 @@ from vllm_omni.worker.diffusion.link import ChunkNote, StageNote
 from vllm_omni.worker.diffusion.roles.role import Envelopes, RankParts, Role, pack_results
 
 _WAIT_S = 0.02
-"""Maximum time in seconds for which a step that only collects results waits for them. The time is
-short, because other batches may be queued.
+"""Maximum wait in seconds for results in a step that only collects results. The wait is short,
+because other batches may be queued.
 """
 _POLL_S = 0.0005
 _MAX_DECODES = 3
-"""Maximum number of decodes in flight, of all sessions together. At this limit, the VAE stage waits
+"""Maximum number of decodes in flight, summed over all sessions. At this limit, the VAE stage waits
 for the oldest decode and thus delays the steps, because the VAE stage is then the slowest stage.
 """
 
@@ -99,8 +99,8 @@ class VAEStage(Role):
 
         Args:
             states: Scheduled requests.
-            note: Message of the last stage with layers.
-            latents: Final latents by request id.
+            note: Message from the last stage with layers.
+            latents: Final latents, keyed by request id.
 
         Returns:
             The requests whose chunks are now committed.
@@ -128,7 +128,7 @@ class VAEStage(Role):
         return done
 
     def ready(self, due: Sequence[RequestState], *, alone: bool) -> list[RequestState]:
-        """Return the requests of `due` whose results have arrived on the host.
+        """Return the requests in `due` whose results have arrived on the host.
 
         Args:
             due: Requests with a pending result.
@@ -166,7 +166,8 @@ class VAEStage(Role):
 
     def _drop_chunks(self, state: RequestState) -> None:
         """Mark a session as lost, because other ranks have committed a chunk that failed on this
-        rank."""
+        rank.
+        """
         session_id = None if state.params is None else state.params.session_id
         if session_id is not None and session_id in self._sessions:
             self._sessions.get(session_id).failure = _lost()

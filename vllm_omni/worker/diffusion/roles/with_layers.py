@@ -24,7 +24,8 @@ from vllm_omni.worker.diffusion.roles.single import SingleRank, first_steps
 
 class StepSplit(Protocol):
     """Runs the denoise steps of a chunk, or the share of each step, that `omni.pipeline` assigns to
-    a rank."""
+    a rank.
+    """
 
     def run_steps(
         self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None
@@ -36,12 +37,12 @@ class StepSplit(Protocol):
             hidden: Result of the previous stage; None on the first stage.
 
         Returns:
-            The argument `hidden` for the next stage.
+            The `hidden` argument for the next stage.
         """
 
     def latents_for_earlier_stages(self, request: DiffusionRequest) -> torch.Tensor:
-        """Return the latents that are sent to the earlier stages. The last stage calls this method
-        once for each chunk after `run_steps`.
+        """Return the latents to send to the earlier stages. The last stage calls this method once
+        for each chunk after `run_steps`.
         """
 
 
@@ -73,7 +74,7 @@ class EveryStep:
 
 @dataclass(frozen=True)
 class MicroStep:
-    """Outcome of one micro-step, from which the message to the next stage is built."""
+    """Outcome of one micro-step. The message to the next stage is built from it."""
 
     states: Sequence[RequestState]
     """All scheduled requests."""
@@ -84,7 +85,7 @@ class MicroStep:
     starting: Sequence[DiffusionRequest]
     """Chunks that ran their first step."""
     waiting: Sequence[RequestState]
-    """Requests that were held back in this micro-step."""
+    """Requests held back in this micro-step."""
     results: Sequence[torch.Tensor | None]
     """Results of the forward passes, in order."""
 
@@ -94,7 +95,7 @@ class LayersRole(SingleRank):
 
     Args:
         parts: Objects that the rank uses.
-        steps: Runs this rank's share of a chunk's denoise steps.
+        steps: Object that runs this rank's share of a chunk's denoise steps.
     """
 
     def __init__(self, parts: RankParts, steps: StepSplit) -> None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions of one rank: session store, admission, chunks in flight, and snapshots."""
+"""Sessions on one rank: session store, admission, chunks in flight, and snapshots."""

@@ -28,18 +28,18 @@ from vllm_omni.worker.diffusion.sessions.in_flight import ChunksInFlight
 from vllm_omni.worker.diffusion.sessions.store import SessionStore
 
 _UNKNOWN = 2**31 - 1
-"""Number of frames that is assumed for a session that does not exist yet. The number is larger than
-any window."""
+"""Number of frames assumed for a session that does not exist yet. The number is larger than any
+window."""
 
 
 class Admission:
     """Admits and releases requests on one rank.
 
     Args:
-        model: Encodes conditions and creates sessions.
+        model: Model that encodes conditions and creates sessions.
         sessions: Sessions of the rank.
         in_flight: Chunks in flight on the rank.
-        device: Device on which the model's stages are timed.
+        device: Device used to time the model's stages.
         adapters: Store of the LoRA adapters registered on this rank.
     """
 
@@ -78,7 +78,7 @@ class Admission:
         All ranks that share layers make the same decision (collective with `omni.kv_growth`).
 
         Args:
-            states: Requests to be admitted, which are the same on all ranks that share layers.
+            states: Requests to be admitted. They are the same on all ranks that share layers.
             agreement: Agreement with the ranks that share layers.
         """
         names = [state.params.session_id for state in states if state.params is not None]
@@ -100,7 +100,7 @@ class Admission:
 
         Args:
             state: Request to admit.
-            outputs: Dict that receives the result of a session operation, by request id.
+            outputs: Dict that receives the result of a session operation, keyed by request id.
             index: Chunk index that an earlier pipeline stage assigned; None on the first stage.
         """
         params = state.params
@@ -168,7 +168,8 @@ class Admission:
 
     def _select(self, state: RequestState, before: Selection) -> Selection:
         """Select the adapters that the chunk specifies. If the chunk specifies none, select the
-        adapters of its predecessor."""
+        adapters of its predecessor.
+        """
         assert state.params is not None
         if state.params.lora is not None:
             return self._adapters.select(state.params.lora)
@@ -190,7 +191,8 @@ class Admission:
 
     def _drop_unborn_session(self, state: RequestState) -> None:
         """Close the session that a request has created, if its first chunk was not committed or if
-        the request is one-shot."""
+        the request is one-shot.
+        """
         if state.opened_session and state.params is not None:
             session_id = state.params.session_id
             if session_id in self._sessions:

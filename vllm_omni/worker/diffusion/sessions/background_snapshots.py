@@ -28,15 +28,14 @@ from vllm_omni.worker.diffusion.sessions.snapshots import (
 )
 
 _PIECE_BYTES: Final = 8 << 20
-"""Number of bytes that are written per system call. The main thread can run during a system call.
-"""
+"""Number of bytes written per system call. The main thread can run during a system call."""
 
 
 class BackgroundSnapshots:
     """Periodic snapshots of the sessions on one rank.
 
     Args:
-        snapshots: Saves and restores sessions on the same rank.
+        snapshots: Object that saves and restores sessions on the same rank.
         device: Device of the sessions.
     """
 
@@ -71,9 +70,9 @@ class BackgroundSnapshots:
         """Start writing the copy of a session to its offset in the file.
 
         Args:
-            session_id: Id of the session that was staged.
+            session_id: Id of the staged session.
             path: Path of the snapshot file.
-            starts: Offsets of the ranks in the file; see `SnapshotPlan.starts`.
+            starts: File offset of each rank's tensors; see `SnapshotPlan.starts`.
         """
         rank = rank_in_world()
         if self._staged != (session_id, starts[rank + 1] - starts[rank]):
@@ -84,8 +83,8 @@ class BackgroundSnapshots:
 
     @returns_result
     def written(self, session_id: str) -> float | None:
-        """Return None while the thread is writing, and then the number of CPU seconds that writing
-        has taken from the denoise steps.
+        """While the thread is writing, return None. Afterwards, return the CPU time in seconds that
+        writing has taken from the denoise steps.
         """
         if self._staged is None or self._staged[0] != session_id or self._writing is None:
             raise RequestFailed(
@@ -118,8 +117,8 @@ class BackgroundSnapshots:
         """Write the copy to the file. This method runs in the thread.
 
         Returns:
-            CPU seconds that writing has taken from the denoise steps. 0 unless the device is the
-                CPU.
+            CPU time in seconds that writing has taken from the denoise steps. 0 unless the device
+            is the CPU.
         """
         started_s = time.thread_time()
         own = self._memory.numpy().data[: starts[rank + 1] - starts[rank]]

@@ -34,12 +34,12 @@ class ChunksInFlight:
         self._failed: dict[str, list[RequestState]] = {}
 
     def ahead(self, session_id: str) -> tuple[int, DiffusionRequest | None]:
-        """Return the number of chunks in flight of a session, and the newest of these chunks."""
+        """Return the number of a session's chunks in flight, and the newest of these chunks."""
         chunks = self._chunks.get(session_id)
         return (len(chunks), chunks[-1].chunk) if chunks else (0, None)
 
     def is_next(self, request: DiffusionRequest) -> bool:
-        """Return whether a chunk directly follows the last committed chunk of its session.
+        """Return whether a chunk immediately follows the last committed chunk of its session.
 
         Other chunks in flight must not be decoded yet.
         """
@@ -47,7 +47,7 @@ class ChunksInFlight:
         return bool(chunks) and chunks[0].chunk is request
 
     def waiting(self, states: Sequence[RequestState]) -> list[RequestState]:
-        """Return the requests of a batch that may not run a step yet.
+        """Return the requests of a batch that must not run a step yet.
 
         Call this method before any request of the batch runs its step.
         """
@@ -79,7 +79,8 @@ class ChunksInFlight:
 
     def failed(self, session_id: str, index: int) -> DiffusionRequest | None:
         """Return the newest failed chunk that has the given index in a session and has not been
-        released. The result is None if there is no such chunk."""
+        released. The result is None if there is no such chunk.
+        """
         return next(
             (
                 state.chunk
@@ -109,12 +110,12 @@ class ChunksInFlight:
         self._cut(request, keep_followers=True)
 
     def fail(self, request: DiffusionRequest, because: RequestFailed | None = None) -> None:
-        """Fail a chunk and all later chunks of its session. Idempotent, also after `end`.
+        """Fail a chunk and all later chunks of its session. Idempotent, even after `end`.
 
         Args:
             request: The failed chunk.
-            because: Error of the later chunks. By default the error is `predecessor_failed`, which
-                implies that the session is unchanged.
+            because: Error for the later chunks. By default, the error is `predecessor_failed`,
+                which implies that the session is unchanged.
         """
         chunks = self._cut(request, keep_followers=False)
         for state in chunks[1:]:
@@ -137,7 +138,7 @@ class ChunksInFlight:
         """Remove a chunk, and all later chunks unless `keep_followers` is set.
 
         Returns:
-            The chunk and all later chunks. Empty if the chunk is not in flight.
+            The chunk and all later chunks of its session. Empty if the chunk is not in flight.
         """
         session_id = request.session.session_id
         chunks = self._chunks.get(session_id, [])

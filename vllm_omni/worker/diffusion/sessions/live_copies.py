@@ -2,16 +2,16 @@
 """`LiveCopies`: snapshot files of sessions that are about to be moved. The files are updated while
 the sessions are active.
 
-A thread writes the first version of a file directly from the memory of the session, on a separate
-CUDA stream, while the engine runs its steps. The K/V of finished chunks do not change, and chunks
-in flight write only to slots that no later chunk reads. The only inconsistent data in the file is
+A thread writes the first version of a file directly from the session's memory, on a separate CUDA
+stream, while the engine runs its steps. The K/V of finished chunks do not change, and chunks in
+flight write only to slots that no later chunk reads. The only inconsistent data in the file is
 therefore data that the next version does not contain. For a later version, only tensors whose
 digest or location has changed are written. New tensors are stored at the offsets of tensors that
 have left the window, so all other tensors remain at their offsets in the file.
 
 The last version is written while the session is paused, so the file is then a complete snapshot.
-The other server uses the digests of this version to check the session in device memory. This module
-does not depend on a model or on sockets.
+The server that the session moves to uses the digests of this version to check the session in device
+memory. This module does not depend on a model or on sockets.
 """
 
 import logging
@@ -43,8 +43,8 @@ from vllm_omni.worker.diffusion.sessions.snapshots import (
 logger = logging.getLogger("vllm." + __name__)
 
 _MOST_COPIES: Final = 4
-"""Maximum number of snapshot files that are tracked at the same time. The number is limited,
-because each file is mapped into memory."""
+"""Maximum number of snapshot files tracked at the same time. The number is limited, because each
+file is mapped into memory."""
 
 Place = tuple[str, str]
 """Name and digest of a tensor."""
@@ -55,20 +55,19 @@ class _Copy:
     """This rank's part of one snapshot file."""
 
     session_id: str = ""
-    """Id of the session in the version that is being written."""
+    """Id of the session in the version being written."""
     chunk_index: int = 0
-    """Index of the session's next chunk in the version that is being written."""
+    """Index of the session's next chunk in the version being written."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors of the version that is being written, in the order of the file; empty once writing
-    has started."""
+    """Tensors of the version being written, in file order; empty once writing has started."""
     digests: dict[str, str] = field(default_factory=dict)
-    """Digests of the tensors in the version that is being written, by name."""
+    """Digests of the tensors in the version being written, keyed by name."""
     places: dict[int, Place] = field(default_factory=dict)
-    """Names and digests of the tensors in the file, by offset."""
+    """Names and digests of the tensors in the file, keyed by offset."""
     sizes: dict[int, int] = field(default_factory=dict)
-    """Sizes of the tensors in the file in bytes, by offset."""
+    """Sizes in bytes of the tensors in the file, keyed by offset."""
     allocated: int = 0
-    """Offset in the file up to which memory or disk space is allocated."""
+    """File offset where the allocated memory or disk space ends."""
     mapping: Any = None
     """The file mapped into memory, or None if the file is not mapped yet."""
     writing: "Future[int] | None" = None
@@ -76,10 +75,10 @@ class _Copy:
 
 
 class LiveCopies:
-    """Snapshot files of the sessions on one rank that are about to be moved.
+    """Snapshot files of one rank's sessions that are about to be moved.
 
     Args:
-        snapshots: Saves and restores sessions on the same rank.
+        snapshots: Object that saves and restores sessions on the same rank.
         device: Device of the sessions.
     """
 
@@ -94,7 +93,7 @@ class LiveCopies:
         """Describe a session for the next version of a file, including digests.
 
         Returns:
-            A `RankDescription` as JSON, with the tensors in the order of the file.
+            A `RankDescription` as JSON, with the tensors in file order.
         """
         session = self._snapshots.committed(session_id)
         tensors = session.tensors()
@@ -118,10 +117,10 @@ class LiveCopies:
         """Write the data that has changed since the last version of the file.
 
         Args:
-            session_id: Id of the session that was described.
+            session_id: Id of the described session.
             path: Path of the snapshot file.
             chunk_index: Index of the session's next chunk in the description.
-            starts: Offsets of the ranks in the file; see `SnapshotPlan.starts`.
+            starts: File offset of each rank's tensors; see `SnapshotPlan.starts`.
             is_playing: Whether to write in the thread while the engine continues. `written` returns
                 the result when writing has finished.
         """
@@ -158,7 +157,7 @@ class LiveCopies:
 
     @returns_result
     def written(self, path: str) -> int | None:
-        """Return None while the thread is writing, and then the number of bytes written.
+        """While the thread is writing, return None. Afterwards, return the number of bytes written.
 
         Raises:
             RequestFailed: The file cannot be written.
@@ -170,9 +169,10 @@ class LiveCopies:
 
     @returns_result
     def end(self, path: str) -> None:
-        """Release the memory that is used for a file. Idempotent.
+        """Release the memory used for a file. Idempotent.
 
-        If the thread is still writing the file, the memory is released when it has finished.
+        If the thread is still writing the file, the memory is released when the thread has
+        finished.
         """
         self._copies.pop(path, None)
 
@@ -217,7 +217,7 @@ class LiveCopies:
         return num_bytes
 
     def _own_stream(self, is_ahead: bool) -> Any:
-        """Return a context manager in which copies do not wait for the engine's kernels."""
+        """Return a context manager that prevents copies from waiting for the engine's kernels."""
         if not is_ahead or self._device.type != "cuda":
             return nullcontext()
         if self._stream is None:
@@ -228,7 +228,7 @@ class LiveCopies:
 def _in_places(copy: _Copy, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Order tensors for the next version of a file.
 
-    Tensors that are already in the file keep their offsets. New tensors fill gaps of equal size.
+    Tensors that are already in the file keep their offsets. New tensors fill gaps of the same size.
     """
     left = dict(tensors)
     stay = {

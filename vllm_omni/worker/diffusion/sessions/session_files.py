@@ -2,9 +2,9 @@
 """`SuspendedFiles`: stores suspended sessions on disk if they do not fit into host memory.
 
 Each session is stored as a snapshot file. The file has no name in its directory, so the operating
-system deletes it when the process ends for any reason. When a session is read, it is verified with
-digests that were computed before the session left the device. Files are written and read between
-engine steps. This module does not depend on a model.
+system deletes it when the process ends for any reason. When a session is read, it is verified
+against digests that were computed before the session left the device. Files are written and read
+between engine steps. This module does not depend on a model.
 """
 
 import os
@@ -29,8 +29,9 @@ class SuspendedFiles:
     """Files of suspended sessions. The engine must have only one rank.
 
     Args:
-        folder: Directory on the disk (`omni.suspend_dir`). The directory is created if necessary.
-        snapshots: Saves and restores sessions on the rank.
+        folder: Directory to store the files in (`omni.suspend_dir`). The directory is created if
+            necessary.
+        snapshots: Object that saves and restores sessions on the rank.
 
     Raises:
         ValueError: No file can be created in the directory.

@@ -42,7 +42,7 @@ from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 logger = logging.getLogger("vllm." + __name__)
 
 _SAMPLES = 16
-"""Number of values per parameter that the digest of the weights covers."""
+"""Number of values per parameter included in the weights digest."""
 _SHAPE_FIELDS = (
     "prompt",
     "seed",
@@ -87,7 +87,7 @@ def returns_result(work: Callable[P, Any]) -> Callable[P, Result]:
 
 
 class SessionSnapshots:
-    """Saves and restores the sessions of one rank.
+    """Saves and restores the sessions on one rank.
 
     Args:
         runner: Model runner, which owns the sessions.
@@ -113,9 +113,9 @@ class SessionSnapshots:
 
         Args:
             session: Session to describe.
-            tensors: Tensors of the session in the order of the file. Default: the tensors in the
-                session's own order.
-            digests: Digests of the tensors by name; see `RankPart.digests`.
+            tensors: Tensors of the session in file order. Default: the tensors in the session's own
+                order.
+            digests: Digests of the tensors, keyed by name; see `RankPart.digests`.
         """
         return describe(
             self._identity(),
@@ -136,7 +136,7 @@ class SessionSnapshots:
             session_id: Id of the session to save.
             path: Path of the snapshot file.
             chunk_index: Index that the session's next chunk must have.
-            starts: Offsets of the ranks in the file; see `SnapshotPlan.starts`.
+            starts: File offset of each rank's tensors; see `SnapshotPlan.starts`.
         """
         session = self.committed(session_id)
         if session.chunk_index != chunk_index:
@@ -163,10 +163,10 @@ class SessionSnapshots:
     def update(self, session_id: str, path: str, data_parallel_rank: int | None = None) -> None:
         """Update a restored session from a later version of its file.
 
-        Only tensors that differ are read. If the version is complete, the digests of all tensors
-        are compared afterwards. The digests of an incomplete version are not compared, because a
-        chunk may have changed the session while the version was written. If the update fails, the
-        session is closed.
+        Only tensors that differ from the session's tensors are read. If the version is complete,
+        the digests of all tensors are compared afterwards. The digests of an incomplete version are
+        not compared, because a chunk may have changed the session while the version was written. If
+        the update fails, the session is closed.
 
         Args:
             session_id: Id of the restored session.
@@ -258,7 +258,8 @@ class SessionSnapshots:
 
     def committed(self, session_id: str) -> Any:
         """Return a session after committing all its finished chunks and waiting until all its
-        tensors have been written."""
+        tensors have been written.
+        """
         self._runner.settle(session_id)
         session = self._runner.sessions.get(session_id)
         if session.failure is not None:
@@ -299,13 +300,13 @@ def _opened(path: Path) -> Iterator[OpenSnapshot]:
 def model_identity(
     vllm_config: VllmConfig, shares_decode: bool, partition: Sequence[int]
 ) -> ModelIdentity:
-    """Describe everything, except the weights, that must be the same for a session to resume
-    bit-identically.
+    """Describe everything that must be the same for a session to resume bit-identically, except the
+    weights.
 
     Args:
         vllm_config: Configuration of the engine.
         shares_decode: Whether the ranks that share layers decode together.
-        partition: Current number of layers of each stage. () means that layers are distributed as
+        partition: Current number of layers in each stage. () means that layers are distributed as
             evenly as possible.
     """
     hf_config = vllm_config.model_config.hf_config
@@ -382,6 +383,7 @@ def _start_options(fields: Mapping[str, Any], session_id: str) -> DiffusionParam
 
 
 def rank_in_world() -> int:
-    """Return the rank of this process in the engine, which determines the part of a snapshot file
-    that the process writes and reads."""
+    """Return the rank of this process in the engine. The rank determines which part of a snapshot
+    file the process writes and reads.
+    """
     return int(get_world_group().rank_in_group)

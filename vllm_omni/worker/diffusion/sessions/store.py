@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionStore`: creates, evicts and frees the sessions of one rank, and tracks their memory.
+"""`SessionStore`: creates, evicts and frees the sessions on one rank, and tracks their memory.
 
-The first chunk of a session creates the session. A session outlives its requests and ends in only
-one place (`close`), which frees it. Other code frees only a session object that is not in the
-store: one that has just been written to disk (`_write`), or one that could not be restored
-(`SuspendedFiles.read`, `SessionSnapshots.load`). Sessions are admitted by their size in bytes: the
-size of a session is known before it is created, and constant afterwards unless its K/V window grows
-(`omni.kv_growth`).
+A session is created by its first chunk, a fork or a restore. A session outlives its requests and
+ends in only one place (`close`), which frees it. Other code frees a session object only if the
+object is not in the store. Such an object has just been written to disk (`_write`), or could not be
+restored (`SuspendedFiles.read`, `SessionSnapshots.load`). Sessions are admitted by their size in
+bytes: the size of a session is known before it is created, and constant afterwards unless its K/V
+window grows (`omni.kv_growth`).
 
 A session that has been idle for some time may be *suspended* (`omni.suspend_idle_s`): its state
 moves to host memory, which has a separate limit, and moves back before the session's next chunk.
@@ -44,7 +44,7 @@ class Suspension:
     max_bytes: int
     """Maximum total size in bytes of all suspended sessions in host memory."""
     device: torch.device
-    """Device on which sessions run. On a CPU, a suspended session is not moved."""
+    """Device that sessions run on. On a CPU, a suspended session is not moved."""
 
 
 class SessionFile:
@@ -54,7 +54,7 @@ class SessionFile:
         session: Session that was written. The caller frees the session's memory.
         file: File that contains the session.
         num_bytes: Size of the file in bytes.
-        digests: Digests of the session's tensors by name.
+        digests: Digests of the session's tensors, keyed by name.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SessionFile:
         self.adapters, self.file, self.num_bytes = session.adapters, file, num_bytes
 
     def close(self) -> None:
-        """Close the file, which deletes it. Idempotent."""
+        """Close the file. Closing the file deletes it. Idempotent."""
         self.file.close()
 
 
@@ -83,7 +83,7 @@ class SessionFiles(Protocol):
 
 
 class SessionStore:
-    """Live sessions of one rank, least recently used first.
+    """Live sessions on one rank, least recently used first.
 
     Args:
         max_sessions: Maximum number of live sessions.
@@ -91,7 +91,7 @@ class SessionStore:
         max_bytes: Maximum total memory in bytes of all sessions on the device, or None for no
             limit.
         clock: Function that returns the time in seconds. With several ranks, the function must
-            return the same value on all ranks, because eviction must be the same on all ranks.
+            return the same value on all ranks, because all ranks must evict the same sessions.
     """
 
     def __init__(
@@ -116,12 +116,13 @@ class SessionStore:
         """Conditions under which sessions may be suspended, or None if sessions are never
         suspended."""
         self.files: SessionFiles | None = None
-        """Object that writes and reads suspended sessions on disk, or None if suspended sessions
-        remain in host memory."""
+        """Object that writes suspended sessions to disk and reads them back, or None if suspended
+        sessions remain in host memory."""
         self._suspended: set[str] = set()
         """Ids of the suspended sessions in host memory."""
         self._digests: dict[str, dict[str, str]] = {}
-        """Digests of the tensors of suspended sessions in host memory, which may be moved to disk.
+        """Tensor digests of the suspended sessions in host memory. These sessions may be moved to
+        disk.
         """
         self._trim_heap = HeapTrim()
 
@@ -176,9 +177,9 @@ class SessionStore:
         """Move a session back to the device if it is suspended.
 
         Raises:
-            RequestFailed: The session stays suspended, because there is not enough memory for it
-                (code `capacity`), or because its file is damaged or cannot be read (code
-                `invalid_snapshot` or `snapshot_storage`).
+            RequestFailed: There is not enough memory for the session (code `capacity`), or its file
+                is damaged or cannot be read (code `invalid_snapshot` or `snapshot_storage`). The
+                session stays suspended.
         """
         session = self._sessions.get(session_id)
         if session is None or not self._is_suspended(session_id):
@@ -337,7 +338,7 @@ class SessionStore:
         Idle sessions are closed if necessary.
 
         Returns:
-            Number of frames for which the session then has memory (`SessionState.held_frames`).
+            Number of frames that the session then has memory for (`SessionState.held_frames`).
         """
         session = self.get(session_id)  # marks the session as used, which prevents its eviction
         with contextlib.suppress(RequestFailed, torch.OutOfMemoryError):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streaming VAE of Wan 2.2 and its tiny decoder equal the original implementations and handle
-streams as their Wan 2.1 counterparts do.
+"""Wan 2.2's streaming VAE and its tiny decoder give the same results as the original
+implementations, and process streams as their Wan 2.1 counterparts do.
 """
 
 import json
@@ -63,7 +63,7 @@ def latents() -> torch.Tensor:
 
 
 class Components(WanComponents):
-    """Components of a model family that uses Wan 2.2's autoencoder."""
+    """Components for a model family that uses Wan 2.2's autoencoder."""
 
     download_name = "components"
     vae_release = "2.2"
@@ -74,8 +74,8 @@ class Components(WanComponents):
 
 @pytest.mark.parametrize("complete", [False, True])
 def test_every_recorded_stage_is_equal(complete: bool) -> None:
-    """Every stage equals its recording, both for the recordings in the repository and for the
-    complete set.
+    """Every stage's output equals its recording. The test compares both the recordings in the
+    repository and the complete set.
     """
     golden = shared_golden("wan22_vae") if complete else GOLDEN
     report = verify(golden)
@@ -114,8 +114,8 @@ def test_a_changed_recording_fails(file: str, tensor: str, amount: float, tmp_pa
 def test_diffusers_layout_gives_the_same_network(
     tmp_path: Path, vae: StreamingWanVAE, latents: torch.Tensor
 ) -> None:
-    """A folder in the diffusers layout, with config and tensor names from the recordings' key map,
-    loads the same network.
+    """A folder in the diffusers layout, with a config and with tensor names from the recordings'
+    key map, loads the same network.
     """
     names = json.loads((GOLDEN / "wan22_vae.json").read_text())["key_map_orig_to_diffusers"]
     stored = load_file(GOLDEN / _WEIGHTS)
@@ -140,8 +140,8 @@ def test_diffusers_layout_gives_the_same_network(
 
 
 def test_a_released_config_is_recognised() -> None:
-    """A released config is recognised by its keys, because it has the same class name as that of
-    Wan 2.1.
+    """A released config is recognised by its keys, because it has the same class name as Wan 2.1's
+    config.
     """
     stored = {"_class_name": "AutoencoderKLWan", **WAN_2_2_VAE.to_dict()}
     assert VAEConfig.from_dict(stored) == WAN_2_2_VAE
@@ -168,7 +168,7 @@ def test_contradictory_configs_are_refused(changed: dict[str, object], message: 
 
 @pytest.mark.parametrize("release", ["original", "diffusers"])
 def test_a_checkpoint_is_found_by_its_files(release: str, tmp_path: Path) -> None:
-    """The checkpoint is found even if a shared assets folder also contains the files of Wan 2.1."""
+    """The checkpoint is found even if a shared assets folder also contains Wan 2.1's files."""
     (write_original_vae if release == "original" else write_diffusers_vae)(tmp_path, 0, VAE_2_2)
     write_tiny_vae(tmp_path / "taew2_2.pth", 0, vae=VAE_2_2)
     write_original_vae(tmp_path, 0)
@@ -198,7 +198,7 @@ def test_the_weights_of_the_other_release_are_refused(tmp_path: Path) -> None:
 def test_a_released_tiny_decoder_may_expand_one_frame_into_several(
     tmp_path: Path, tiny: TinyVAEDecoder, latents: torch.Tensor
 ) -> None:
-    """If a layer of a released tiny decoder expands one frame into several, only the layer's last
+    """If a layer in a released tiny decoder expands one frame into several, only the layer's last
     channels are loaded.
     """
     stored = load_file(GOLDEN / _TINY_WEIGHTS)
@@ -211,8 +211,8 @@ def test_a_released_tiny_decoder_may_expand_one_frame_into_several(
 
 
 def test_released_sizes() -> None:
-    """The VAE and the tiny decoder have the released numbers of parameters and, at 704x1280 in
-    bf16, the expected cache sizes per stream.
+    """The VAE and the tiny decoder have the released numbers of parameters. At 704x1280 in bf16,
+    they also have the expected cache sizes per stream.
     """
     with torch.device("meta"):
         vae = StreamingWanVAE(WAN_2_2_VAE, dtype=torch.bfloat16)
@@ -245,9 +245,9 @@ def test_a_stream_equals_the_whole_clip_bit_for_bit(
 def test_the_first_latent_is_no_history_of_the_time_convolutions(
     vae: StreamingWanVAE, latents: torch.Tensor
 ) -> None:
-    """The first latent is not part of the history of the time convolutions. After the second
-    latent, the history of the stage with one frame per latent contains zeros and the frame of the
-    second latent.
+    """The first latent frame is not part of the time convolutions' history. After the second latent
+    frame, the history of the stage with one frame per latent frame contains zeros and the frame
+    decoded from the second latent frame.
     """
     _, first = vae.decode(latents[:, :, :1], None)
     _, second = vae.decode(latents[:, :, 1:2], first)
@@ -275,9 +275,8 @@ def test_later_latents_are_one_graph_for_each_part(
     latents: torch.Tensor,
     frames_per_call: int | None,
 ) -> None:
-    """Later latents are decoded by one compiled graph per part of the decoder. Because of
-    `fullgraph`, code that cannot be traced raises an error, after which the decoder would run
-    uncompiled.
+    """For later latent frames, each part of the decoder is one compiled graph. With `fullgraph`,
+    code that cannot be traced raises an error, and the decoder would then run uncompiled.
     """
     compile_for_real, graphs = torch.compile, []
 
@@ -299,10 +298,10 @@ def test_later_latents_are_one_graph_for_each_part(
 
 
 def test_streams_are_decoded_one_by_one(vae: StreamingWanVAE, latents: torch.Tensor) -> None:
-    """Streams are decoded one by one, so their frames do not depend on the other streams of a
-    batch. A joint decode gives the same frames within rounding and keeps the states of streams of
-    different ages separate. Its tolerance is that of the recorded frames, because convolutions of
-    two streams sum in a different order, which depends on the CPU.
+    """Streams are decoded one by one, so their frames do not depend on the other streams in a
+    batch. A joint decode gives the same frames apart from rounding, and keeps the states of streams
+    with different ages separate. It is tested with the tolerance of the recorded frames, because
+    convolutions over two streams sum in a different order, which depends on the CPU.
     """
     decoder = ChunkDecoder(vae)
     other = latents.flip(2)
@@ -320,8 +319,8 @@ def test_streams_are_decoded_one_by_one(vae: StreamingWanVAE, latents: torch.Ten
 def restored(
     decoder: ChunkDecoder, state: DecoderState, latents: int, file: Path, height: int = 32
 ) -> DecoderState:
-    """Write the state to a file and return the state read back from it, for frames of `height` x
-    48.
+    """Write the state to a file, and return the state read back from the file. Frames have the size
+    `height` x 48.
     """
     file.write_bytes(save({name: each.contiguous() for name, each in state.tensors().items()}))
     with file.open("rb") as stored:
@@ -343,8 +342,8 @@ def test_a_restored_stream_continues_bit_for_bit(
     is_tiny: bool,
     tmp_path: Path,
 ) -> None:
-    """A restored stream continues bit-identically, both after one latent and after two latents,
-    when the history of a time convolution is half empty.
+    """A restored stream continues with bit-identical frames, both after one latent frame and after
+    two. After two, a time convolution's history is half empty.
     """
     decoder = ChunkDecoder(vae, tiny)
     state = None
@@ -367,8 +366,8 @@ def test_a_restored_stream_continues_bit_for_bit(
 def test_a_stream_may_switch_to_the_tiny_decoder(
     vae: StreamingWanVAE, tiny: TinyVAEDecoder, latents: torch.Tensor
 ) -> None:
-    """The tiny decoder restarts from the last latents, and its frames equal those of a stream
-    without a switch.
+    """When a stream switches to the tiny decoder, that decoder restarts from the last latents. It
+    returns the same frames as for a stream that used it from the start.
     """
     decoder = ChunkDecoder(vae, tiny, rounding="truncate")
     _, state = decoder.decode(latents[:, :, :7], None)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locates the components of a causal Wan checkpoint: a published release, any training checkpoint,
-or diffusers' folders.
+"""Locate the components of a causal Wan checkpoint: a published release, any other training
+checkpoint, or the diffusers folders.
 
-In the original layouts, a training checkpoint is in a Wan 2.1 T2V directory and uses the
-`config.json`, VAE, text encoder and tokenizer of this directory. `releases.py` lists the published
+In the original layouts, a training checkpoint is placed in a Wan 2.1 T2V directory and uses that
+directory's `config.json`, VAE, text encoder and tokenizer. `releases.py` lists the published
 training checkpoints. This module only locates files; `weights.py` loads them.
 """
 
@@ -43,8 +43,8 @@ from vllm_omni.model_executor.models.wan.checkpoint.layout import (
 from vllm_omni.model_executor.models.wan.transformer.weights import TRANSFORMER_RULES, stored_sizes
 
 LAYOUTS = ("original", "diffusers", "stream_diffusion_v2")
-"""Names of the layouts that `make-tiny` can write. `releases.py` lists the releases with the first
-layout.
+"""Names of the layouts that `make-tiny` can write. `releases.py` lists the releases that use the
+`original` layout.
 """
 
 _CAUSAL_CLASSES = CLASSES[:2]
@@ -54,16 +54,16 @@ _CAUSAL_CLASSES = CLASSES[:2]
 class CheckpointLayout(WanComponents):
     """The components of one checkpoint.
 
-    `transformer` is a training checkpoint or a folder of safetensors files.
+    `transformer` is the path of a training checkpoint or of a folder of safetensors files.
     """
 
     download_name: ClassVar[str] = "causal_wan"
-    """Name of the family for `vllm-omni download`."""
+    """Family name for `vllm-omni download`."""
 
     kind: Literal["original", "diffusers"]
     """Layout of the checkpoint's files."""
     origin: PublishedNetwork
-    """The release to which the checkpoint belongs."""
+    """The release that the checkpoint belongs to."""
     lora: Path | None
     """LoRA to merge into the transformer at load time. None: the release has no LoRA."""
 
@@ -71,9 +71,9 @@ class CheckpointLayout(WanComponents):
         return self.origin.download_name
 
     def transformer_config(self) -> dict[str, Any]:
-        """Return the transformer's config as stored, or derived from the shapes of its weights.
+        """Return the transformer's stored config, or a config derived from its weight shapes.
 
-        Settings of the release fill in missing keys.
+        The release's settings fill in missing keys.
         """
         folder = self.transformer if self.kind == "diffusers" else self.root
         stored = read_json(folder / "config.json") if (folder / "config.json").exists() else None
@@ -87,8 +87,9 @@ class CheckpointLayout(WanComponents):
         return stored_sizes(shapes, str(self.transformer))
 
     def open_transformer(self) -> TensorSource:
-        """Open the network and merge its LoRA, if it has one. Raises a one-line ValueError if this
-        fails."""
+        """Open the network and merge its LoRA, if it has one. Raises a one-line ValueError on
+        failure.
+        """
         network = open_transformer(self.transformer, self.origin.state_keys)
         if self.origin.loras and self.lora is None:
             positions = " or ".join(self.origin.loras)
@@ -105,8 +106,8 @@ class CheckpointLayout(WanComponents):
 def find_layout(path: Path) -> CheckpointLayout:
     """Locate the components in `path`.
 
-    If there is no causal Wan transformer, this function raises a one-line ValueError that states
-    what was found and what was expected.
+    If `path` contains no causal Wan transformer, this function raises a one-line ValueError that
+    states what it found and what it expected.
     """
     kind: Literal["original", "diffusers"] = "original"
     origin, lora = OTHER, None
@@ -137,8 +138,8 @@ def find_layout(path: Path) -> CheckpointLayout:
 
 
 def open_transformer(path: Path, state_keys: Sequence[str] = STATE_KEYS) -> TensorSource:
-    """Open a folder of safetensors files, a single weight file, or the preferred state of a
-    training checkpoint.
+    """Open a folder of safetensors files, one weight file, or the preferred state in a training
+    checkpoint.
 
     Raises:
         ValueError: The file contains no Wan network. The message is one line that lists the known
@@ -154,7 +155,8 @@ def open_transformer(path: Path, state_keys: Sequence[str] = STATE_KEYS) -> Tens
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether `path` is a causal Wan checkpoint in any layout. The check is cheap and never
-    raises."""
+    raises.
+    """
     try:
         find_layout(path)
     except (ValueError, OSError):
@@ -163,10 +165,11 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return `chunk_hf_config` of this checkpoint, with `kind` and `release`. Raises ValueError if
-    the checkpoint is invalid.
+    """Return the result of `chunk_hf_config` for this checkpoint, including its `kind` and
+    `release`. Raises ValueError if the checkpoint is invalid.
 
-    No weights are read, except for their names in a layout without a `config.json`.
+    Weight files are read only in a layout without a `config.json`, and then only for the names and
+    shapes of their tensors.
     """
     layout = find_layout(path)
     transformer = layout.transformer_config()
@@ -178,10 +181,10 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 
 def why_not(path: Path) -> str | None:
-    """Return why the only training checkpoint of a directory contains no Wan network. Return None
+    """Return why a directory's only training checkpoint does not contain a Wan network. Return None
     if it contains one, or if there is no such checkpoint.
 
-    If the directory has no other components, only the tensors of this checkpoint show whether it
+    If the directory has no other components, only the checkpoint's tensors show whether the network
     is a Wan network.
     """
     try:
@@ -193,8 +196,8 @@ def why_not(path: Path) -> str | None:
 
 
 def _is_causal_diffusers(path: Path) -> bool:
-    """Return whether `transformer/` is a causal Wan network, according to its class name. If that
-    name is generic, the class name of the pipeline decides.
+    """Return whether `transformer/` holds a causal Wan network, according to its class name. If
+    that name is generic, the pipeline's class name decides.
     """
     if not (path / "transformer" / "config.json").is_file():
         return False

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published causal Wan 2.1 networks: where their files are, and the settings with which they
-were trained.
+"""The published causal Wan 2.1 networks: their file paths and the settings that they were trained
+with.
 
-A training checkpoint is in a Wan 2.1 T2V directory and is identified by its file name. A checkpoint
-with another name uses the default options. Names, wrappers and settings come from the public
-inference code and configurations of each release. This module is only a table: `layout.py` locates
-the files, `weights.py` loads them and `hub.py` downloads them.
+A training checkpoint is placed in a Wan 2.1 T2V directory and is identified by its file name. A
+checkpoint with any other name uses the default options. Names, wrappers and settings come from the
+public inference code and configurations of each release. This module is only a table: `layout.py`
+locates the files, `weights.py` loads them and `hub.py` downloads them.
 """
 
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 STATE_KEYS = ("generator_ema", "generator", "ema", "state_dict", "model", "module")
-"""Keys of the network in a training checkpoint (`.pt`), in order of preference. If the file
-contains none of these keys, it is the network itself.
+"""Keys that may hold the network in a training checkpoint (`.pt`), in order of preference. If the
+file contains none of these keys, its top level is the network.
 """
 
 LORA_KEYS = ("generator_lora",)
-"""Keys of a LoRA in a training checkpoint. If the file contains none of these keys, it is the LoRA
-itself."""
+"""Keys that may hold a LoRA in a training checkpoint. If the file contains none of these keys, its
+top level is the LoRA."""
 
 
 @dataclass(frozen=True)
@@ -28,37 +28,37 @@ class PublishedNetwork:
     """A published network and its settings."""
 
     download_name: str
-    """Name of the network for `vllm-omni download`."""
+    """Network name for `vllm-omni download`."""
     files: tuple[str, ...]
-    """Paths of the network in the checkpoint directory, in order of preference."""
+    """Possible network paths in the checkpoint directory, in order of preference."""
     state_keys: tuple[str, ...] = STATE_KEYS
-    """Keys of the network that the release's own code evaluates, in order of preference."""
+    """Keys that may hold the network that the release's own code runs, in order of preference."""
     loras: tuple[str, ...] = ()
-    """Paths of LoRAs to merge into the network at load time."""
+    """Possible paths of the LoRA to merge into the network at load time, in order of preference."""
     transformer: Mapping[str, Any] = field(default_factory=dict)
-    """Keys (window, sink frames, chunk) that are missing in the release's `config.json`, and their
-    values.
+    """Values for keys that are missing from the release's `config.json` (window, sink frames,
+    chunk).
     """
     options: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of `CausalWanOptions` for this network."""
     shift: float = 5.0
     """Shift of the timestep table."""
     warps_steps: bool = True
-    """Whether step s refers to entry 1000 - s of the table instead of timestep s."""
+    """Whether step s refers to entry 1000 - s of the timestep table rather than to timestep s."""
     limits: str | None = None
     """Features of the release's own sampler that this package does not implement."""
 
     def find(self, root: Path) -> Path | None:
-        """Return the path of the network in `root`, or None."""
+        """Return the network's path in `root`, or None if it does not exist."""
         return next((root / name for name in self.files if (root / name).is_file()), None)
 
     def find_lora(self, root: Path) -> Path | None:
-        """Return the path of the LoRA in `root`, or None."""
+        """Return the LoRA's path in `root`, or None if it does not exist."""
         return next((root / name for name in self.loras if (root / name).is_file()), None)
 
 
 OTHER = PublishedNetwork("causal_wan", ())
-"""Placeholder for a network with any other file name or in diffusers' folders."""
+"""Placeholder for a network that has any other file name or uses the diffusers folders."""
 
 RELEASES = (
     PublishedNetwork(
@@ -85,7 +85,7 @@ RELEASES = (
     PublishedNetwork(
         "longlive",
         ("models/longlive_base.pt", "longlive_base.pt"),
-        # The release's code evaluates the network itself, not its moving average.
+        # The release's code runs the network itself, not its moving average.
         state_keys=("generator", *STATE_KEYS),
         loras=("models/lora.pt", "lora.pt"),
         transformer={"local_attn_size": 12, "sink_size": 3, "num_frame_per_block": 3},
@@ -115,13 +115,12 @@ RELEASES = (
         "rising noise",
     ),
 )
-"""All releases. No two releases have a file name in common, so the order of the releases does not
-matter."""
+"""All releases. No two releases share a file name, so their order does not matter."""
 
 
 def find_release(root: Path) -> tuple[PublishedNetwork, Path] | None:
-    """Return the release to which the network in `root` belongs, and the path of the network.
-    Return None if there is no published network.
+    """Return the release that the network in `root` belongs to, and the network's path. Return None
+    if `root` contains no published network.
     """
     for release in RELEASES:
         if (position := release.find(root)) is not None:
@@ -130,8 +129,8 @@ def find_release(root: Path) -> tuple[PublishedNetwork, Path] | None:
 
 
 def find_unnamed(root: Path) -> Path | None:
-    """Return the only `.pt` file of a directory (or of its `checkpoints/`), which is a training
-    checkpoint with another name.
+    """Return the only `.pt` file in a directory or in its `checkpoints/`: a training checkpoint
+    whose name no release uses. Return None if there is no such file.
     """
     for folder in (root, root / "checkpoints"):
         files = sorted(folder.glob("*.pt")) if folder.is_dir() else []

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict loading of a causal Wan checkpoint, with the name tables of `wan/transformer/weights.py`.
+"""Load a causal Wan checkpoint strictly, using the name tables in `wan/transformer/weights.py`.
 
-Names and shapes of the whole network are compared before any data is read
-(`model_executor/checkpoint/loading.py`). Tested by
-tests/model_executor/models/causal_wan/test_causal_wan_weights.py.
+All names and shapes are checked before any data is read (`model_executor/checkpoint/loading.py`).
+Tested by tests/model_executor/models/causal_wan/test_causal_wan_weights.py.
 """
 
 from torch import nn
@@ -19,7 +18,7 @@ from vllm_omni.model_executor.models.wan.transformer.weights import (
 
 
 def load_transformer(transformer: nn.Module, source: TensorSource, config: CausalWanConfig) -> None:
-    """Load the transformer, or the stage and shard of it that `transformer` represents."""
+    """Load the transformer, or the stage and shard that `transformer` represents."""
     load_strict(
         transformer, source, transformer_shapes(config), TRANSFORMER_RULES, what="transformer"
     )

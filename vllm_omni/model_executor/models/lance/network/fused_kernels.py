@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""The fused pointwise ops of `fused_ops.py` as Triton kernels. Import this module only if Triton is
-available (`HAS_TRITON`).
+"""Triton kernels for the fused pointwise ops in `fused_ops.py`. Import this module only if Triton
+is available (`HAS_TRITON`).
 
 `fused_ops.py` defines what each op computes. A Triton program holds one token in registers, so each
-token is read and written only once. The program computes in fp32 and rounds once at the end. The
-same kernel is used for every number of tokens.
+token is read and written only once. The program computes in fp32 and rounds once, at the end. The
+same kernel handles any number of tokens.
 """
 
 # T tokens, D width, N heads, K key/value heads, H head dim, C = H/2 rotary channels, F feed-forward
@@ -21,12 +21,11 @@ from vllm_omni.model_executor.layers.triton_rows import over_largest
 
 _NORM_WARPS = 8
 _SILU_WARPS = 8
-"""Number of warps per SiLU program. A program processes one token of the feed-forward layer, which
-has 11008 channels in the released model.
+"""Number of warps per SiLU program. A program processes one token of the feed-forward layer, 11008
+channels in the released model.
 """
 _NUMBERS_PER_WARP = 1024
-"""Number of elements of a token's heads that each warp processes, which is 32 elements per thread.
-"""
+"""Number of elements of a token's heads that each warp processes: 32 per thread."""
 
 
 @triton.jit
@@ -36,8 +35,8 @@ def _norm_kernel(
     """Compute total = x + update and normed = total / rms(total) * weight. Terms and results whose
     arguments are None are skipped.
 
-    If `token_scales` is given, each token of `normed` is divided by a scale of its own, and the
-    scales are written to `token_scales`.
+    If `token_scales` is given, each token of `normed` is divided by its own scale, and the kernel
+    writes the scales to `token_scales`.
     """
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -189,7 +188,7 @@ def _norm_rope(
     weight_H: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """Normalise and rotate the heads in a slice [T, N H] of a wider tensor. Return the heads as [T,
+    """Normalise and rotate the heads in a slice [T, N H] of a wider tensor, and return them as [T,
     N, H].
     """
     lanes = cos_TC.shape[-1]
@@ -209,7 +208,7 @@ def _norm_rope(
 def _rows(
     like: torch.Tensor, tokens: int, width: int, quantized: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Allocate a result tensor and, if it is quantized, a tensor for the scales of its tokens."""
+    """Allocate a result tensor and, if `quantized` is set, a tensor for its per-token scales."""
     out = torch.empty(tokens, width, dtype=FP8 if quantized else like.dtype, device=like.device)
     return out, torch.empty(
         tokens, 1, dtype=torch.float32, device=like.device

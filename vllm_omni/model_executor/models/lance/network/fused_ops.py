@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder's fused pointwise ops between matrix products and attention, as pure functions.
+"""The decoder's fused pointwise ops between the matrix products and attention, as pure functions.
 
-For tensors on CUDA, each op is a kernel (`fused_kernels.py`). For other tensors, each op is a plain
-function or a function that torch compiles for a dynamic number of tokens, so that requests of all
-sizes share the compiled code. All ops compute in fp32 and round once at the end.
+For tensors on CUDA, each op is a kernel (`fused_kernels.py`). For other tensors, each op is either
+a plain function or a function that torch compiles for a dynamic number of tokens, so requests of
+all sizes share the compiled code. All ops run in fp32 and round once, at the end.
 """
 
 # T tokens, D width, N heads, K key/value heads, H head dim, C = H/2 rotary channels, F feed-forward
@@ -25,7 +25,9 @@ from vllm_omni.model_executor.layers.linear.quantized_input import Input, quanti
 def rms_norm(
     x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, quantized: bool = False
 ) -> Input:
-    """Apply RMS normalisation over the last dimension, in the dtype of `x_TD`."""
+    """Apply RMS normalisation over the last dimension. The result has the dtype of `x_TD` unless it
+    is quantized.
+    """
     x = x_TD.float()
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_D.float()
     return quantize_tokens(normed, x_TD.dtype) if quantized else normed.to(x_TD.dtype)
@@ -38,7 +40,7 @@ def add_norm(
     eps: float,
     quantized: bool = False,
 ) -> tuple[torch.Tensor, Input]:
-    """Return the sum x + update and the result of its RMS normalisation."""
+    """Return the sum x + update and its RMS normalisation."""
     x_TD = x_TD + update_TD
     return x_TD, rms_norm(x_TD, weight_D, eps, quantized)
 
@@ -72,8 +74,8 @@ def norm_rope(
     sin_TC: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """Apply RMS normalisation per head, then rotate each pair of channels m and m + H/2. The result
-    has the dtype of `x_TNH`.
+    """Apply RMS normalisation to each head, then rotate each pair of channels m and m + H/2. The
+    result has the dtype of `x_TNH`.
     """
     x = x_TNH.float()
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_H.float()
@@ -111,7 +113,7 @@ class FusedOps(fused_ops.FusedOps):
 
     @staticmethod
     def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile `function` at its first call, for any number of tokens. All other sizes are
+        """Compile `function` on its first call, for any number of tokens. All other sizes are
         constants in the compiled code.
         """
         fused = torch.compile(function)

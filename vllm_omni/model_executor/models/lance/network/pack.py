@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs of one forward pass: the tokens of many requests, and the caches that they attend to.
+"""The inputs to one forward pass: the tokens of many requests, and the caches that they attend to.
 
 The decoder has two experts, `und` (text, vision, markers) and `gen` (latents). The tokens of each
-expert are contiguous over all requests, so every matrix product runs only once. Attention is a list
-of small jobs. In each job, a contiguous run of one expert's queries attends either to the first
-slots of a cache or to the first slots of the cache's context. Within a bidirectional block, the
-order of keys does not matter, so the generated block is stored before its context. The address of
-the block then does not depend on the prompt, so one CUDA graph can serve all prompts.
+expert are contiguous across all requests, so every matrix product runs only once. Attention is
+split into small jobs. In each job, a contiguous run of one expert's queries attends either to the
+first slots of a cache or to the first slots of the cache's context. For a bidirectional block, the
+order of the keys does not matter, so the generated block is stored before its context. The block's
+address then does not depend on the prompt, so all prompts can use the same CUDA graph.
 """
 
 # T tokens, D width, C rotary channels, L layers, K key/value heads, H head dim
@@ -20,30 +20,30 @@ import torch
 Expert = Literal["und", "gen"]
 
 _CAPACITY_STEP = 128
-"""Capacities of contexts are multiples of this number of tokens. Most prompts, including the chat
+"""Context capacities are multiples of this number of tokens. Most prompts, including the chat
 template, are shorter.
 """
 
 
 @dataclass(eq=False)
 class BranchCache:
-    """K/V cache of one context on this rank.
+    """This rank's K/V cache for one context.
 
     The slots before the context contain the block that is being denoised.
     """
 
     k: torch.Tensor
-    """Keys of all layers, [L, block + capacity, K, H]."""
+    """Keys for all layers, [L, block + capacity, K, H]."""
     v: torch.Tensor
-    """Values of all layers, with the same shape as the keys."""
+    """Values for all layers, with the same shape as the keys."""
     length: int = 0
-    """Number of tokens that have been written to the context."""
+    """Number of tokens written to the context."""
     block: int = 0
     """Number of slots before the context. A denoise step writes only to these slots."""
 
     @property
     def capacity(self) -> int:
-        """Return the maximum number of tokens of the context."""
+        """Return the maximum number of tokens in the context."""
         return self.k.shape[1] - self.block
 
     @property
@@ -62,7 +62,7 @@ class BranchCache:
 
     def clear(self) -> None:
         """Reset the cache to its initial state. All slots are set to zero, because kernels may read
-        slots that were never written, although the values in these slots do not affect results.
+        slots that were never written. The values in these slots do not affect results.
         """
         self.k.zero_()
         self.v.zero_()
@@ -87,7 +87,7 @@ class BranchCache:
 
 
 def padded_capacity(tokens: int) -> int:
-    """Round up a context length to a cache capacity, so that requests with other prompts can reuse
+    """Round a context length up to a cache capacity, so that requests with other prompts can reuse
     the cache.
     """
     return -(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP
@@ -95,16 +95,16 @@ def padded_capacity(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class CacheWrite:
-    """A write of the keys and values of some tokens to a cache."""
+    """A cache write, which stores the keys and values of some tokens."""
 
     expert: Expert
     """Expert of the tokens."""
     tokens: slice
     """Range of the tokens among the expert's tokens."""
     cache: BranchCache
-    """Cache to which keys and values are written."""
+    """Cache that the keys and values are written to."""
     start: int
-    """Index of the first slot that is written."""
+    """Index of the first slot to write."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class CacheAttention:
     cache: BranchCache
     """Cache that the tokens attend to."""
     keys: int | None
-    """Number of leading context tokens to attend to, or None to attend to the block and the whole
+    """Number of leading context tokens to attend to. None: attend to the block and the whole
     context.
     """
     causal: bool = False
@@ -129,34 +129,34 @@ class CacheAttention:
 
 @dataclass(frozen=True)
 class TokenPack:
-    """Tokens of one forward pass of `Qwen2MoTForCausalLM`. The dictionaries have no entry for an
-    expert without tokens.
+    """The tokens of one forward pass of `Qwen2MoTForCausalLM`. The dictionaries have no entry for
+    an expert without tokens.
     """
 
     embeds: dict[Expert, torch.Tensor]
-    """Embeddings [T, D] of each expert's tokens."""
+    """Embeddings of each expert's tokens, [T, D]."""
     rope: dict[Expert, tuple[torch.Tensor, torch.Tensor]]
-    """Rotary tables (cos_TC, sin_TC) of each expert's tokens, fp32."""
+    """Rotary tables (cos_TC, sin_TC) for each expert's tokens, fp32."""
     stores: list[CacheWrite]
-    """Writes to caches, which are performed in every layer."""
+    """Cache writes, which every layer performs."""
     attends: list[CacheAttention]
-    """Attention jobs, which run in every layer."""
+    """Attention jobs, which every layer runs."""
     seen: dict[BranchCache, torch.Tensor]
-    """For attention to blocks, the range of keys in each cache: 0 and the total number of slots of
-    block and context, int32 [2]. The ranges are on the device, so that a CUDA graph of the pass can
-    be used for contexts of any length.
+    """For attention to blocks, the range of keys in each cache: 0 and the total number of slots in
+    the block and the context, int32 [2]. The ranges are on the device, so a CUDA graph of the
+    forward pass can be used for contexts of any length.
     """
 
     @property
     def caches(self) -> list[BranchCache]:
-        """Return the caches that the pass reads or writes, without duplicates."""
+        """Return the caches that the forward pass reads or writes, without duplicates."""
         return list(dict.fromkeys(store.cache for store in self.stores))
 
     @property
     def key(self) -> Hashable:
-        """Return a key that identifies the pass: its writes and reads, with each cache replaced by
-        its index in `caches`. The key is equal for all denoise steps of images or videos of the
-        same size.
+        """Return a key that identifies the forward pass: its writes and reads, with each cache
+        replaced by its index in `caches`. All denoise steps for images or videos of the same size
+        have the same key.
         """
         number = {cache: index for index, cache in enumerate(self.caches)}
         stores = (
@@ -180,11 +180,11 @@ class PackBuilder:
     )
     """Cosines and sines for the tokens of `embeds`."""
     counts: dict[Expert, int] = field(default_factory=lambda: {"und": 0, "gen": 0})
-    """Number of tokens of each expert."""
+    """Number of tokens per expert."""
     stores: list[CacheWrite] = field(default_factory=list)
     """Writes to the caches."""
     attends: list[CacheAttention] = field(default_factory=list)
-    """Attention jobs in the order in which they were added."""
+    """Attention jobs, in the order in which they were added."""
     seen: dict[BranchCache, torch.Tensor] = field(default_factory=dict)
     """Value of `TokenPack.seen`."""
 
@@ -196,8 +196,8 @@ class PackBuilder:
         cache: BranchCache,
         start: int,
     ) -> slice:
-        """Add tokens whose keys and values are written to the slots from `start` on. Return the
-        range of the new tokens among the expert's tokens.
+        """Add tokens, whose keys and values are written to consecutive slots starting at `start`.
+        Return the range of the new tokens among the expert's tokens.
         """
         first = self.counts[expert]
         tokens = slice(first, first + embeds_TD.shape[0])
@@ -210,8 +210,8 @@ class PackBuilder:
     def attend_to_block(
         self, expert: Expert, tokens: slice, cache: BranchCache, seen: torch.Tensor
     ) -> None:
-        """Add a job in which tokens attend to the block and the context of a cache. `seen` is an
-        entry of `TokenPack.seen`.
+        """Add a job in which tokens attend to a cache's block and context. `seen` is an entry of
+        `TokenPack.seen`.
         """
         self.seen[cache] = seen
         self.attends.append(CacheAttention(expert, tokens, cache, None))
@@ -221,8 +221,8 @@ class PackBuilder:
     ) -> None:
         """Add a job in which tokens attend to a context.
 
-        A causal run of tokens that directly continues the previous run is merged into the job of
-        that run.
+        A causal run of tokens that directly continues the previous run is merged into the previous
+        run's job.
         """
         last = self.attends[-1] if self.attends else None
         if (

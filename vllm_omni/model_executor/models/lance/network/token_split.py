@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ulysses sequence parallelism for latents. Each rank has all weights and a part of the `gen`
+"""Ulysses sequence parallelism for latents. Each rank holds all weights and some of the `gen`
 tokens.
 
-Contexts are short, but a long video has many latents. Every rank therefore computes all `und`
-tokens, and `gen` tokens are sharded. During attention, each rank processes a subset of the heads
-for all tokens. An all-to-all reshards `gen` tokens to heads before attention, and back after it.
-For `und` tokens, each rank computes attention only for its own heads, and an all-gather collects
-the results of all ranks. The caches of a rank contain only the rank's own heads. Without sequence
-parallelism, the functions of this module return their inputs unchanged.
+Contexts are short, but a long video has many latents, so every rank processes all `und` tokens, and
+only `gen` tokens are sharded. During attention, each rank processes a subset of the heads for all
+tokens. An all-to-all reshards the `gen` tensors from tokens to heads before attention, and back
+after it. For `und` tokens, each rank computes attention only for its own heads, and an all-gather
+collects the results of all ranks. A rank's caches contain only the rank's own heads. Without
+sequence parallelism, the methods of `TokenSplit` return their inputs unchanged.
 """
 
 # T tokens, t of them on this rank, N query heads, K key/value heads, H head dim, D width; _r: this
@@ -48,10 +48,10 @@ class HeadShare:
 
 
 def head_share(config: LanceConfig, size: int, rank: int) -> HeadShare | None:
-    """Return the heads of rank `rank` out of `size` ranks, or None if the query heads or the K/V
+    """Return the heads for rank `rank` out of `size` ranks, or None if the query heads or the K/V
     heads cannot be divided evenly.
 
-    If there are more ranks than K/V heads, every rank has a copy of the K/V head that its query
+    If there are more ranks than K/V heads, every rank holds a copy of the K/V head that its query
     heads use.
     """
     heads, kv_heads = config.num_heads, config.num_kv_heads
@@ -64,7 +64,7 @@ def head_share(config: LanceConfig, size: int, rank: int) -> HeadShare | None:
 
 class TokenSplit:
     """Reshards tensors between tokens and heads. The constructor raises ValueError if the heads
-    cannot be divided evenly over the sequence-parallel ranks.
+    cannot be divided evenly across the sequence-parallel ranks.
     """
 
     def __init__(self, config: LanceConfig, parallel: ParallelContext) -> None:
@@ -89,11 +89,11 @@ class TokenSplit:
 
     @property
     def num_cache_heads(self) -> int:
-        """Return the number of K/V heads in the caches of this rank."""
+        """Return the number of K/V heads in this rank's caches."""
         return self._kv_heads
 
     def own(self, pack: TokenPack) -> tuple[dict[Expert, torch.Tensor], dict[Expert, Rope]]:
-        """Return the embeddings and rotations of the tokens that this rank computes."""
+        """Return the embeddings and rotary tables of the tokens that this rank processes."""
         if not self.active or "gen" not in pack.embeds:
             return dict(pack.embeds), dict(pack.rope)
         tokens = self._parallel.token_slice(pack.embeds["gen"].shape[0])
@@ -132,9 +132,7 @@ class TokenSplit:
         return q, k, v
 
     def to_tokens(self, expert: Expert, mixed_TNH: torch.Tensor) -> torch.Tensor:
-        """Reshard the results of attention from this rank's heads [T, N_r, H] to this rank's
-        tokens [t, N, H].
-        """
+        """Reshard attention results from this rank's heads [T, N_r, H] to its tokens [t, N, H]."""
         if not self.active:
             return mixed_TNH
         if expert == "gen":

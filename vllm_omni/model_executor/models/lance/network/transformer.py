@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Qwen2MoTForCausalLM`, a Qwen2.5-VL decoder with two experts, and the latent projections.
 
-The expert `und` processes text, vision tokens and block markers, and the expert `gen` processes
+The `und` expert processes text, vision tokens and block markers, and the `gen` expert processes
 latent tokens. Tokens of the two experts attend to each other. A `TokenPack` (`pack.py`) describes
-the tokens of one forward pass. Parameters have the names of the checkpoint
-(`layers.N.self_attn.q_proj[_moe_gen].weight`, ...), and each rank loads only its own heads and
-columns. Maths: bytedance/Lance, modeling/lance. The golden files and
-tests/model_executor/models/lance/test_lance_transformer.py test this module.
+the tokens of one forward pass. The parameter names match the checkpoint
+(`layers.N.self_attn.q_proj[_moe_gen].weight`, ...). Each rank loads only its own heads and columns.
+Maths: bytedance/Lance, modeling/lance. This module is tested against the golden files and by
+tests/model_executor/models/lance/test_lance_transformer.py.
 """
 
 # T tokens, D width, N query heads, K key/value heads, H head dim, F feed-forward width; _r: this
@@ -56,13 +56,13 @@ from vllm_omni.model_executor.models.lance.network.token_split import (
 
 _SUFFIX: dict[Expert, str] = {"und": "", "gen": "_moe_gen"}
 _MLP_TOKENS = 32768
-"""Maximum number of tokens per call of a feed-forward layer. The limit bounds the memory of the
-layer's activations, which would otherwise be two thirds of the peak memory of a forward pass.
+"""Maximum number of tokens per call of a feed-forward layer. The limit bounds the memory for the
+layer's activations, which would otherwise be two thirds of a forward pass's peak memory.
 """
 
 
 class ExpertLayer(ShardedModule):
-    """The weights of one expert in one layer. Heads and columns are sharded over tensor-parallel
+    """One expert's weights in one layer. Heads and columns are sharded across tensor-parallel
     ranks.
     """
 
@@ -102,7 +102,7 @@ class ExpertLayer(ShardedModule):
         self.input_norm, self.post_norm = _empty(width), _empty(width)
 
     def linears(self, prefix: str) -> list[tuple[LinearBase, list[str]]]:
-        """Return the linear layers, each with the names of its matrices in the checkpoint."""
+        """Return the linear layers, each with the checkpoint names of its matrices."""
         layer, end = prefix.rpartition(".")[0], self.suffix
         return [
             (self.qkv, [f"{layer}.self_attn.{name}_proj{end}" for name in "qkv"]),
@@ -181,8 +181,9 @@ class Qwen2MoTModel(nn.Module):
 
 
 class Qwen2MoTForCausalLM(nn.Module):
-    """The decoder. `forward` runs one `TokenPack`. Separate methods compute text logits and
-    embeddings."""
+    """The decoder. `forward` processes one `TokenPack`. Separate methods compute text logits and
+    embeddings.
+    """
 
     def __init__(
         self,
@@ -222,7 +223,7 @@ class Qwen2MoTForCausalLM(nn.Module):
         return self.lm_head.weight.device
 
     def new_cache(self, capacity: int, block: int = 0) -> BranchCache:
-        """Return an empty cache for this rank's heads. It has `capacity` slots for a context and
+        """Return an empty cache for this rank's heads, with `capacity` slots for a context and
         `block` slots for a generated block.
         """
         shape = self._cache_shape(block + capacity)
@@ -230,8 +231,8 @@ class Qwen2MoTForCausalLM(nn.Module):
         return BranchCache(k, v, block=block)
 
     def take_cache(self, pool: MemoryPool[BranchCache], capacity: int, block: int) -> BranchCache:
-        """Return a cache of this size from the pool. If the pool has none, return a new one
-        (`new_cache`).
+        """Return a cache of this size from the pool, or a new one (`new_cache`) if the pool has
+        none.
         """
         sizes = self._cache_shape(block + capacity), self.dtype, self.device, block
         return pool.take_memory(sizes, lambda: self.new_cache(capacity, block))
@@ -242,7 +243,7 @@ class Qwen2MoTForCausalLM(nn.Module):
         )
 
     def cache_nbytes(self, slots: int) -> int:
-        """Return the size in bytes of a cache with `slots` slots."""
+        """Return the size in bytes of a cache that has `slots` slots."""
         row = self.config.num_layers * self.num_cache_heads * self.config.head_dim
         return 2 * row * slots * self.dtype.itemsize
 
@@ -251,13 +252,13 @@ class Qwen2MoTForCausalLM(nn.Module):
 
     def logits(self, hidden_TD: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Return the fp32 logits [T, num_tokens] for the final hidden states of the `und` expert.
-        Rows of the output weight beyond `num_tokens` are not used, because they do not correspond
-        to tokens.
+        Output weight rows beyond `num_tokens` are not used, because they do not correspond to
+        tokens.
         """
         return functional.linear(hidden_TD, self.lm_head.weight[:num_tokens]).float()
 
     def forward(self, pack: TokenPack) -> dict[Expert, torch.Tensor]:
-        """Run all layers and return the hidden states of each expert after the final norm, [T, D].
+        """Run all layers and return each expert's hidden states after the final norm, [T, D].
 
         With several ranks, this is a collective operation.
         """
@@ -276,7 +277,7 @@ class Qwen2MoTForCausalLM(nn.Module):
     def hidden_states(
         self, pack: TokenPack, layers: int | None = None
     ) -> dict[Expert, torch.Tensor]:
-        """Run the first `layers` layers (default: all), and return the residual stream of each
+        """Run the first `layers` layers (default: all), and return the residual stream for each
         expert's tokens.
         """
         x, rope = self._split.own(pack)
@@ -295,9 +296,9 @@ class Qwen2MoTForCausalLM(nn.Module):
         ropes: Mapping[Expert, Rope],
         pack: TokenPack,
     ) -> None:
-        """Run one layer and replace the entries of `x`.
+        """Run one layer and replace the entries in `x`.
 
-        `updates` contains, for each expert, the pending update that has not been added to `x` yet.
+        `updates` contains each expert's pending update, which has not been added to `x` yet.
         """
         eps, head_dim = self.config.rms_norm_eps, self.config.head_dim
         queries: dict[Expert, torch.Tensor] = {}
@@ -360,7 +361,7 @@ class Qwen2MoTForCausalLM(nn.Module):
 
 
 class TimeEmbedder(nn.Module):
-    """Embeds a timestep in [0, 1] as the cosines and sines of 128 frequencies, followed by two
+    """Embeds a timestep in [0, 1]: computes cosines and sines at 128 frequencies, then applies two
     linear layers (`mlp.0`, `mlp.2`).
     """
 
@@ -373,7 +374,7 @@ class TimeEmbedder(nn.Module):
         self.mlp = nn.ModuleDict({"0": first, "2": second})
 
     def forward(self, timesteps_S: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings [S, width] of fp32 timesteps [S], in the dtype of the weights."""
+        """Return the embeddings [S, width] of fp32 timesteps [S], in the weights' dtype."""
         first = self.mlp["0"]
         assert isinstance(first, LinearWeight)
         features = timestep_features(timesteps_S).to(first.weight.dtype)
@@ -395,11 +396,11 @@ class LancePositionEmbedding3D(nn.Module):
     """The fixed 3-D sine table of latent positions. It has one entry for each (frame, row, column)
     of a frames x size x size grid.
 
-    A third of the channels encodes the frame, a third the row (both rounded to even numbers), and
-    the remaining channels the column. Each part is [sin | cos] with frequencies 10000^(-k / half),
-    computed in fp64. If `stored` is true, the checkpoint's table (`pos_embed`) is used instead of
-    computed entries. Even for a single frame, the table differs from the 2-D table of the model's
-    predecessor.
+    A third of the channels encode the frame, a third encode the row (both counts are rounded to an
+    even number), and the remaining channels encode the column. Each part is [sin | cos] with
+    frequencies 10000^(-k / half), computed in fp64. If `stored` is true, the checkpoint's table
+    (`pos_embed`) is used instead of computed entries. Even for one frame, the table differs from
+    the 2-D table of the model's predecessor.
     """
 
     def __init__(self, width: int, frames: int, size: int, stored: bool = False) -> None:
@@ -415,8 +416,9 @@ class LancePositionEmbedding3D(nn.Module):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
-        """Return the position embeddings of a latent grid in token order, [frames * height * width,
-        D]."""
+        """Return a latent grid's position embeddings in token order, [frames * height * width,
+        D].
+        """
         if frames > self.frames or max(height, width) > self.size:
             raise ValueError(
                 f"a latent grid of {frames}x{height}x{width} is outside the table of {self.frames} "
@@ -436,22 +438,23 @@ class LancePositionEmbedding3D(nn.Module):
         return grid.flatten(0, 2)
 
     def flat_ids(self, frames: int, height: int, width: int) -> torch.Tensor:
-        """Return, for each cell of a grid, its index in the stored table, int64."""
+        """Return the index of each grid cell in the stored table, int64."""
         t, h, w = torch.arange(frames), torch.arange(height), torch.arange(width)
         return (((t * self.size)[:, None] + h)[:, :, None] * self.size + w).flatten()
 
 
 def sine_table(dim: int, length: int) -> torch.Tensor:
-    """Return the sine table [length, dim] of one axis, fp32. Its rows are [sin | cos] of position *
-    10000^(-k / (dim / 2)), computed in fp64."""
+    """Return the sine table [length, dim] for one axis, fp32. Its rows are [sin | cos] of position
+    * 10000^(-k / (dim / 2)), computed in fp64.
+    """
     frequencies = 10000.0 ** (-torch.arange(dim // 2, dtype=torch.float64) / (dim / 2))
     angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
     return torch.cat((angles.sin(), angles.cos()), dim=1).float()
 
 
 class LanceNetwork(nn.Module):
-    """The network that a Lance `model.safetensors` contains, without the vision tower. Its
-    parameters have the names of the checkpoint.
+    """The network in a Lance `model.safetensors`, without the vision tower. The parameter names
+    match the checkpoint.
     """
 
     def __init__(
@@ -477,7 +480,7 @@ class LanceNetwork(nn.Module):
     def embed_latents(
         self, x_TC: torch.Tensor, time_TD: torch.Tensor, positions_TD: torch.Tensor
     ) -> torch.Tensor:
-        """Return the embeddings [T, D] of latent tokens. `time_TD` may have a single row for all
+        """Return the embeddings [T, D] of latent tokens. `time_TD` may have one row for all
         tokens.
         """
         return self.vae2llm(x_TC.to(self.vae2llm.weight.dtype)) + time_TD + positions_TD
@@ -488,10 +491,10 @@ class LanceNetwork(nn.Module):
 
 
 def split_heads(config: LanceConfig, parallel: ParallelContext) -> HeadShare:
-    """Return this rank's heads with tensor parallelism.
+    """Return this rank's heads under tensor parallelism.
 
     Raises:
-        ValueError: The heads cannot be divided evenly over the ranks.
+        ValueError: The heads cannot be divided evenly across the ranks.
     """
     size = parallel.tensor_size
     share = head_share(config, size, parallel.tensor_rank)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`LanceWanVAE`: the Wan 2.2 autoencoder (48 channels, 16x16x4) for single images and whole clips.
 
-The network is `StreamingWanVAE`, and each clip is treated as a complete stream. Latents are
+The network is `StreamingWanVAE`, which processes each clip as a complete stream. Latents are
 normalised fp32 tensors [B, C, T, h, w]. T latent frames correspond to 4 T - 3 video frames.
 """
 
@@ -22,8 +22,8 @@ from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE
 
 
 class LanceWanVAE(nn.Module):
-    """The Wan 2.2 autoencoder for single images and whole clips. `dtype` is the dtype of weights
-    and activations.
+    """The Wan 2.2 autoencoder for single images and whole clips. `dtype` is the dtype of the
+    weights and activations.
     """
 
     z_channels = LATENT_CHANNELS
@@ -37,12 +37,12 @@ class LanceWanVAE(nn.Module):
     def encode_video(
         self, pixels_BCTHW: torch.Tensor, generator: torch.Generator | None = None
     ) -> torch.Tensor:
-        """Encode pixels [B, 3, T, H, W] in [-1, 1] as normalised latents [B, C, 1 + (T-1)//4, H/16,
+        """Encode pixels [B, 3, T, H, W] in [-1, 1] to normalised latents [B, C, 1 + (T-1)//4, H/16,
         W/16], fp32.
 
-        If `generator` is None, the latents are the mean of the posterior. Otherwise, they are a
-        random sample from the posterior. As in the original, the noise is scaled with the raw
-        standard deviation instead of the normalised one.
+        If `generator` is None, the latents are the posterior's mean. Otherwise, they are a random
+        sample from the posterior. As in the original, the noise is scaled by the raw standard
+        deviation rather than the normalised one.
         """
         mean, log_var = self.posterior(pixels_BCTHW)
         if generator is None:
@@ -51,7 +51,7 @@ class LanceWanVAE(nn.Module):
         return mean + torch.exp(log_var / 2) * noise
 
     def posterior(self, pixels_BCTHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the normalised mean and the log-variance of the posterior, fp32."""
+        """Return the posterior's normalised mean and log-variance, fp32."""
         _, _, frames, height, width = pixels_BCTHW.shape
         if frames < 1 or height % PIXELS_PER_LATENT or width % PIXELS_PER_LATENT:
             raise ValueError(
@@ -67,22 +67,23 @@ class LanceWanVAE(nn.Module):
     @torch.no_grad()
     def decode_video(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """Decode normalised latents [B, C, t, h, w] to pixels [B, 3, 4t - 3, 16h, 16w] in [-1, 1],
-        in the dtype of the model."""
+        in the model's dtype.
+        """
         if latents_BCTHW.shape[2] == 1:
             return self.vae.decode_image(latents_BCTHW)
         return self.vae.decode(latents_BCTHW, None)[0]
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Encode clips like `encode_video`, or encode images [B, 3, H, W] as latents [B, C, h, w].
-        The latents are the mean of the posterior.
+        """Encode clips as `encode_video` does, or images [B, 3, H, W] to latents [B, C, h, w]. The
+        latents are the posterior's mean.
         """
         if pixels.dim() == 4:
             return self.encode_video(pixels.unsqueeze(2)).squeeze(2)
         return self.encode_video(pixels)
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Decode clips like `decode_video`, or decode image latents [B, C, h, w] to pixels [B, 3,
-        H, W].
+        """Decode clips as `decode_video` does, or image latents [B, C, h, w] to pixels [B, 3, H,
+        W].
         """
         if latents.dim() == 4:
             return self.decode_video(latents.unsqueeze(2)).squeeze(2)
@@ -103,7 +104,7 @@ def to_uint8(
     pixels_CTHW: torch.Tensor, rounding: Literal["round", "truncate"] = "round"
 ) -> torch.Tensor:
     """Convert pixels [3, T, H, W] in [-1, 1] to uint8 frames [T, H, W, 3]. The values are clamped,
-    scaled to 255, and rounded or truncated in fp32.
+    scaled to the range 0 to 255, and rounded or truncated, in fp32.
     """
     levels = (pixels_CTHW.float().clamp(-1.0, 1.0) * 0.5 + 0.5) * 255
     if rounding == "round":

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Qwen2.5-VL vision tower. It converts pixels to patches, and patches to embeddings with the
-decoder's width. The network comes from transformers.
+"""The Qwen2.5-VL vision tower. `to_patches` converts pixels to patches, and the tower converts
+patches to embeddings of the decoder's width. The network comes from Hugging Face Transformers.
 """
 
 from typing import Any
@@ -19,8 +19,8 @@ _PATCH, _MERGE, _FRAMES = 14, 2, 2
 
 
 class VisionTower(nn.Module):
-    """The vision tower. Its parameters have the names of the checkpoint (`patch_embed.*`,
-    `blocks.*`, `merger.*`).
+    """The vision tower. The parameter names match the checkpoint (`patch_embed.*`, `blocks.*`,
+    `merger.*`).
     """
 
     def __init__(self, config: VisionConfig) -> None:
@@ -34,7 +34,7 @@ class VisionTower(nn.Module):
 
     @torch.no_grad()
     def forward(self, patches: torch.Tensor, grid_thw: Grid) -> torch.Tensor:
-        """Encode patches [T * h * w, 1176] of one image or clip to embeddings [T * h * w / 4,
+        """Encode the patches [T * h * w, 1176] of one image or clip to embeddings [T * h * w / 4,
         D].
         """
         weight = self.tower.patch_embed.proj.weight
@@ -47,9 +47,8 @@ def to_patches(video_CTHW: torch.Tensor) -> tuple[torch.Tensor, Grid]:
     """Convert normalised pixels [3, T, H, W] to patches [N, 1176] and their grid (T/2, H/14, W/14).
 
     H and W must be multiples of 28. If the number of frames is odd, the last frame is repeated, so
-    a single image becomes two frames. The patches are ordered in groups of 2x2, because the tower
-    merges each group into one token. The features of a patch have the order (channel, frame, row,
-    column).
+    an image becomes two frames. The patches are ordered in groups of 2x2, because the tower merges
+    each group into one token. A patch's features are ordered (channel, frame, row, column).
     """
     if video_CTHW.shape[1] % _FRAMES:
         video_CTHW = torch.cat((video_CTHW, video_CTHW[:, -1:]), dim=1)
@@ -63,5 +62,5 @@ def to_patches(video_CTHW: torch.Tensor) -> tuple[torch.Tensor, Grid]:
 
 
 def decoder_grid(grid_thw: Grid) -> Grid:
-    """Convert a grid of patches to the grid of embeddings after the 2x2 merge."""
+    """Convert a patch grid to the grid of embeddings after the 2x2 merge."""
     return grid_thw[0], grid_thw[1] // _MERGE, grid_thw[2] // _MERGE

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the context of a request to a K/V cache. A context consists of text, vision embeddings and
-clean reference latents.
+"""Write a request's context to a K/V cache. A context consists of text, vision embeddings and clean
+reference latents.
 
-A token attends to all tokens before it, and a token in a visual block attends to the whole block.
-The whole context therefore needs only one forward pass of the decoder.
+A token attends to all tokens before it, and a token in a visual block attends to the whole block,
+so one forward pass of the decoder processes the whole context.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class ContextSegment:
     """A segment of a context and the positions of its tokens."""
 
     segment: SequenceSegment
-    """Segment of the context."""
+    """The segment."""
     positions_3T: torch.Tensor
     """Positions of the segment's tokens, int64 [3, length]."""
 
@@ -33,14 +33,14 @@ class VisualContents:
     """Contents of the visual blocks in a context."""
 
     vit: torch.Tensor | None = None
-    """Vision embeddings with the decoder's width, [n, D], or None without a vision block."""
+    """Vision embeddings of the decoder's width, [n, D]. None if the context has no vision block."""
     reference: torch.Tensor | None = None
-    """Clean latents of the reference, fp32 [n, 48], or None without a reference block."""
+    """Clean latents of the reference, fp32 [n, 48]. None if the context has no reference block."""
 
 
 class ContextWriter:
     """Adds contexts and generated blocks to a forward pass. `markers` contains the ids of a block's
-    start and end token.
+    start and end tokens.
     """
 
     def __init__(self, network: LanceNetwork, markers: tuple[int, int]) -> None:
@@ -58,7 +58,7 @@ class ContextWriter:
         )
 
     def markers(self) -> torch.Tensor:
-        """Return the embeddings of a block's start and end token, [2, D]."""
+        """Return the embeddings of a block's start and end tokens, [2, D]."""
         if self._markers is None or self._markers.device != self.device:
             self._markers = torch.tensor(self._marker_ids, dtype=torch.int64, device=self.device)
         return self.network.language_model.embed(self._markers)
@@ -71,13 +71,13 @@ class ContextWriter:
         return cos.to(self.device), sin.to(self.device)
 
     def block_rope(self, positions_3T: torch.Tensor) -> tuple[Rope, Rope]:
-        """Return the rotations for a visual block, as one pair of tables for its two markers and
-        one for its grid cells.
+        """Return the rotary tables for a visual block: one pair for its two markers and one for its
+        grid cells.
         """
         return self.rope(positions_3T[:, [0, -1]]), self.rope(positions_3T[:, 1:-1])
 
     def position_values(self, grid: tuple[int, int, int]) -> torch.Tensor:
-        """Return the position embeddings of a latent grid, [n, D], in the model's dtype."""
+        """Return a latent grid's position embeddings, [n, D], in the model's dtype."""
         return self.network.latent_pos_embed.rows(
             *grid, self.device, self.network.language_model.dtype
         )
@@ -89,8 +89,8 @@ class ContextWriter:
         context: Sequence[ContextSegment],
         visuals: VisualContents,
     ) -> slice | None:
-        """Append `context` to `cache`. Return the range that the last text run occupies among the
-        `und` tokens, or None if there is no text.
+        """Append `context` to `cache`. Return the last text run's range among the `und` tokens, or
+        None if there is no text.
         """
         last = None
         for placed in context:
@@ -126,8 +126,8 @@ class ContextWriter:
         return last
 
     def seen(self, cache: BranchCache) -> torch.Tensor:
-        """Return the entry of `TokenPack.seen` for a cache with a complete context. The entry
-        covers the slots of the generated block and of the context.
+        """Return the `TokenPack.seen` entry for a cache with a complete context. Its range spans
+        the slots of the generated block and the context.
         """
         return torch.tensor([0, cache.end], dtype=torch.int32, device=self.device)
 
@@ -139,7 +139,7 @@ class ContextWriter:
         rope: tuple[Rope, Rope],
         seen: torch.Tensor,
     ) -> slice:
-        """Add the generated block, which is stored before the context. Return the range of its
+        """Add the generated block, which is stored before the context, and return the range of its
         `gen` tokens. `seen` is the result of `self.seen(cache)`.
         """
         assert cache.block == 2 + latents_ND.shape[0]
@@ -156,8 +156,8 @@ class ContextWriter:
         rope: tuple[Rope, Rope],
         start: int,
     ) -> tuple[slice, slice]:
-        """Add a latent block to the cache from slot `start` on. Return the ranges of its `und` and
-        `gen` tokens.
+        """Add a latent block to the cache, starting at slot `start`. Return the ranges of its `und`
+        and `gen` tokens.
         """
         markers = builder.add_tokens("und", self.markers(), rope[0], cache, start)
         return markers, builder.add_tokens("gen", latents_ND, rope[1], cache, start + 2)

@@ -11,11 +11,11 @@ guidance.
 
 A denoise step writes the keys and values of its block to the slots before the context and does not
 modify the context. Only `advance` changes the inputs of later steps, so a failed step can be
-repeated. The golden files and tests/model_executor/models/lance/test_lance_pipeline.py test this
-module.
+repeated. This module is tested against the golden files and by
+tests/model_executor/models/lance/test_lance_pipeline.py.
 """
 
-# K images, N latent tokens of each image, C channels
+# K images, N latent tokens per image, C channels
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -65,16 +65,16 @@ class GenerationPlan:
     unseen_block: torch.Tensor
     """Positions of the generated block after `unseen`."""
     shared: int
-    """Number of leading segments that `cond` and `uncond` share."""
+    """Number of leading segments that `cond` and `uncond` have in common."""
     grid: Grid
-    """Size (T, h, w) of the generated block in latent cells."""
+    """Size of the generated block in latent cells, (T, h, w)."""
 
     @property
     def num_latents(self) -> int:
         return self.grid[0] * self.grid[1] * self.grid[2]
 
     def capacities(self) -> tuple[int, int, int]:
-        """Return the capacities of the caches of `cond`, `uncond` and `unseen`, in tokens."""
+        """Return the cache capacities for `cond`, `uncond` and `unseen`, in tokens."""
         cond, uncond, unseen = (
             padded_capacity(_length(each)) for each in (self.cond, self.uncond, self.unseen)
         )
@@ -82,9 +82,7 @@ class GenerationPlan:
 
     @property
     def block(self) -> int:
-        """Return the number of tokens of the generated block: one for each latent and two
-        markers.
-        """
+        """Return the number of tokens in the generated block: one per latent, and two markers."""
         return self.num_latents + 2
 
 
@@ -93,15 +91,15 @@ def plan_generation(
     uncond_positions: Literal["cond", "own"],
     noise_before_text: bool = False,
 ) -> GenerationPlan:
-    """Assign positions to the contexts of a prompt.
+    """Assign positions to a prompt's contexts.
 
     Args:
-        prompt: Segments of the prompt.
+        prompt: The prompt's segments.
         uncond_positions: With `cond`, the text after the user's text has the same positions as in
             the conditional context, provided that both contexts end with this text and no negative
-            prompt replaces the user's text. Otherwise, the positions of this text are recomputed.
-            The positions of the generated block always follow from the context that it belongs to.
-        noise_before_text: Whether the positions of the generated block start where the user's text
+            prompt replaces the user's text. Otherwise, its positions are recomputed. The generated
+            block's positions always follow from the context that the block belongs to.
+        noise_before_text: Whether the generated block's positions start where the user's text
             starts, in both contexts. The block still attends to all of the text.
     """
     cond = position_segments(prompt.cond, positions(prompt.cond))
@@ -141,7 +139,7 @@ class ImageGeneration:
     plan: GenerationPlan
     """Positions of all tokens."""
     visuals: VisualContents
-    """Embeddings of the reference. They are cleared after the contexts are written."""
+    """Embeddings of the reference, which are cleared after the contexts have been written."""
     guidance: ClassifierFreeGuidance
     """Settings of classifier-free guidance."""
     timesteps: torch.Tensor
@@ -159,34 +157,34 @@ class ImageGeneration:
     guidance against this context.
     """
     pinned: int = 0
-    """Number of leading latent tokens that do not change, because they belong to the first frame
-    that the client has sent.
+    """Number of leading latent tokens that do not change, because they belong to the first frame,
+    which the client has sent.
     """
     renorm_pinned: bool = True
     """Whether pinned tokens are included in the global norm of the guidance."""
     step_cache: float | None = None
-    """Threshold for skipping denoise steps (`step_cache.py`), or None if every step is computed."""
+    """Threshold for skipping denoise steps (`step_cache.py`). None: no steps are skipped."""
     computed: tuple[bool, ...] = ()
-    """For each denoise step, whether the step is computed. The flags are set after the contexts are
-    written.
+    """For each denoise step, whether it is computed rather than skipped. The flags are set after
+    the contexts have been written.
     """
     step: int = -1
-    """Index of the next denoise step, or -1 until the contexts are written."""
+    """Index of the next denoise step, or -1 until the contexts have been written."""
     prediction: torch.Tensor | None = None
-    """Velocities [branches, K, N, C], fp32, of the last denoise step that was computed."""
+    """Velocities from the last computed denoise step, fp32 [branches, K, N, C]."""
 
     cells: list[slice] = field(default_factory=list)
-    """Ranges of this generation's `gen` tokens in the current pass. The ranges of the conditional
-    branch come first.
+    """Ranges of this generation's `gen` tokens in the current forward pass. The ranges of the
+    conditional branch come first.
     """
     _time: torch.Tensor | None = None
     """Embeddings of `timesteps`, computed by `finish_context`."""
     _positions: torch.Tensor | None = None
     """Position embeddings of the latent tokens."""
     _ropes: list[tuple[Rope, Rope]] = field(default_factory=list)
-    """Results of `block_rope` for the block of each branch."""
+    """Result of `block_rope` for each branch's block."""
     _seen: dict[BranchCache, torch.Tensor] = field(default_factory=dict)
-    """Entry of `TokenPack.seen` for each cache."""
+    """`TokenPack.seen` entry for each cache."""
 
     @property
     def num_steps(self) -> int:
@@ -212,15 +210,15 @@ class ImageGeneration:
     # -- the context -------------------------------------------------------------------------------
 
     def add_context(self, writer: ContextWriter, builder: PackBuilder) -> None:
-        """Add the conditional context to the first pass, which writes it to the cache of the first
-        image.
+        """Add the conditional context to the step's first forward pass, which writes it to the
+        first image's cache.
         """
         self.cond[0].length = 0
         writer.append_segments(builder, self.cond[0], self.plan.cond, self.visuals)
 
     def add_uncond_context(self, writer: ContextWriter, builder: PackBuilder) -> None:
-        """Copy the conditional context to the caches of the other images, and add the remaining
-        parts of the other contexts to the second pass.
+        """Copy the conditional context to the other images' caches, and add the remaining parts of
+        the other contexts to the step's second forward pass.
         """
         for cache in self.cond[1:]:
             cache.copy_context(self.cond[0], self.cond[0].length)
@@ -234,7 +232,7 @@ class ImageGeneration:
             writer.append_segments(builder, self.unseen[0], self.plan.unseen, VisualContents())
 
     def finish_context(self, writer: ContextWriter) -> None:
-        """Prepare the inputs of all denoise steps. Call this after the second pass."""
+        """Prepare the inputs for all denoise steps. Call this after the second forward pass."""
         for branch in (self.uncond, self.unseen):
             for cache in branch[1:]:
                 cache.copy_context(branch[0], branch[0].length)
@@ -255,7 +253,7 @@ class ImageGeneration:
     # -- one denoise step --------------------------------------------------------------------------
 
     def add_step(self, writer: ContextWriter, builder: PackBuilder) -> None:
-        """Add the blocks of all images and branches for the current step to the pass."""
+        """Add the blocks of all images and branches for the current step to the forward pass."""
         assert self._time is not None and self._positions is not None
         time = self._time[self.step]
         if self.pinned:
@@ -273,14 +271,14 @@ class ImageGeneration:
         ]
 
     def release_caches(self) -> list[BranchCache]:
-        """Return the caches of a complete generation and drop the references to them."""
+        """Return the caches of a completed generation and drop the references to them."""
         released = self.cond + self.uncond + self.unseen
         self.cond, self.uncond, self.unseen, self._seen = [], [], [], {}
         return released
 
     def take_velocity(self, velocity_TC: torch.Tensor) -> None:
-        """Store this generation's part of `velocity_TC`, which contains the velocities of the whole
-        pass.
+        """Store this generation's part of `velocity_TC`, which contains the velocities of all
+        generations in the forward pass.
         """
         rows = torch.stack([velocity_TC[cells] for cells in self.cells])
         self.prediction = rows.view(-1, len(self.cond), *rows.shape[1:])
@@ -319,8 +317,8 @@ def _length(context: Sequence[ContextSegment]) -> int:
 
 
 def _common(first: Sequence[SequenceSegment], second: Sequence[SequenceSegment]) -> int:
-    """Return the number of leading segments that both sequences share. Counting stops before the
-    user's text.
+    """Return the number of leading segments that both sequences have in common. Counting stops
+    before the user's text.
     """
     count = 0
     for one, other in zip(first, second, strict=False):

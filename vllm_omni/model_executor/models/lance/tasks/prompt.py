@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts a task and a user's text to segments, with the chat template, the system prompts and the
-tokenizer.
+"""Convert a task and the user's text to segments, using the chat template, the system prompts and
+the tokenizer.
 
     <|im_start|>system\\n SYSTEM <|im_end|>\\n<|im_start|>user\\n [vision] [reference] USER
     <|im_end|>\\n <|im_start|>assistant\\n [noise | the answer]
 
 The unconditional context uses the same template, but USER is omitted or replaced by a negative
-prompt. With the options in `LanceOptions`, the prompts follow other implementations. A user's text
-never produces special tokens. tests/model_executor/models/lance/test_lance_prompt.py,
-test_lance_choices.py and the golden files test this module.
+prompt. `LanceOptions.convention` can select the prompts of another implementation. A user's text
+never produces special tokens. This module is tested by
+tests/model_executor/models/lance/test_lance_prompt.py and test_lance_choices.py, and against the
+golden files.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from vllm_omni.model_executor.models.lance.tasks.sequence_layout import Grid, Se
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 VISION_PAD = "<|video_pad|>"
-"""Placeholder for each visual token of an image or video."""
+"""Placeholder for one visual token of an image or video."""
 SPECIAL_TOKENS = (IM_START, IM_END, VISION_START, VISION_END, VISION_PAD)
 
 _DRAW_IMAGE = (
@@ -77,7 +78,7 @@ class PromptTokens:
 
 @dataclass(frozen=True)
 class ConversationMessage:
-    """An earlier message of a conversation, before the prompt."""
+    """An earlier message in the conversation, before the prompt."""
 
     role: Literal["user", "assistant"]
     """Author of the message."""
@@ -87,18 +88,20 @@ class ConversationMessage:
 
 @dataclass(frozen=True)
 class PromptSegments:
-    """Sequences of segments for one request. A noise block is the last segment of each sequence."""
+    """Sequences of segments for one request. If there is a noise block, it is the last segment of
+    each sequence.
+    """
 
     cond: tuple[SequenceSegment, ...]
-    """Conditional sequence with all segments."""
+    """Conditional sequence, with all segments."""
     uncond: tuple[SequenceSegment, ...]
-    """Sequence without the user's text, or empty for understanding requests."""
+    """Sequence without the user's text. Empty for understanding requests."""
     unseen: tuple[SequenceSegment, ...] = ()
-    """Sequence without the image or video, or empty for understanding requests."""
+    """Sequence without the image or video. Empty for understanding requests."""
 
 
 def system_prompt_of(task: Task, served: LanceOptions) -> str:
-    """Return the default system prompt of a task. In the system prompts of edits, the apostrophe
+    """Return a task's default system prompt. In the system prompts for edits, the apostrophe
     depends on `served`.
     """
     prompt = SYSTEM_PROMPTS[task]
@@ -121,20 +124,20 @@ def build_prompt(
     messages: Sequence[ConversationMessage] = (),
     image_message: int | None = None,
 ) -> PromptSegments:
-    """Return the segments of a request. Grids are (T, h, w) in decoder tokens.
+    """Return a request's segments. Grids are (T, h, w) in decoder tokens.
 
     Args:
         task: Task of the request.
         tokens: Functions that convert text to token ids.
         user_text: The user's text.
-        system_prompt: System prompt. Default: the system prompt of the task.
-        negative_prompt: User text of the unconditional context. Default: no text.
+        system_prompt: System prompt. Default: the task's system prompt.
+        negative_prompt: User text in the unconditional context. Default: no text.
         vit: Grid of the image or video in the vision tower, or None.
         reference: Grid of the reference's latents, or None.
         noise: Grid of the latents to generate, or None.
         messages: Earlier messages of the conversation.
-        image_message: Index of the message that contains the image or video. Default: the image or
-            video belongs to `user_text`.
+        image_message: Index of the message that contains the image or video. Default: it belongs to
+            `user_text`.
     """
     system = system_prompt_of(task, served) if system_prompt is None else system_prompt
     encode = tokens.encode_template
@@ -179,7 +182,7 @@ def _conversation(
     vit: Grid | None,
     image_message: int,
 ) -> PromptSegments:
-    """Return the segments of several messages. Each message is formatted with the chat template,
+    """Return the segments for several messages. Each message is formatted with the chat template,
     and an image precedes the text of its message.
     """
     segments, ids = [], list(first)
@@ -198,8 +201,8 @@ def _text(ids: Sequence[int], user: bool = False) -> SequenceSegment:
 
 
 class LanceTokenizer:
-    """The tokenizer of a checkpoint. `tokenizer.json` is read directly, because the image
-    checkpoint contains no `tokenizer_config.json`.
+    """A checkpoint's tokenizer. `tokenizer.json` is read directly, because the image checkpoint
+    contains no `tokenizer_config.json`.
     """
 
     def __init__(self, path: Path, special: Mapping[str, int], vocab_size: int) -> None:
@@ -210,7 +213,7 @@ class LanceTokenizer:
             )
         except Exception as error:  # the library raises `Exception` itself for invalid files
             raise ValueError(f"{path} cannot be read as a tokenizer; download it again") from error
-        # The names of special tokens in a user's text are encoded as plain text.
+        # Names of special tokens in a user's text are encoded as plain text.
         self._user.encode_special_tokens = True
         self.ids: dict[str, int] = {}
         for token in SPECIAL_TOKENS:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The computations between forward passes: flow-matching timesteps, renormalised guidance and token
+"""Computations between forward passes: flow-matching timesteps, renormalised guidance and token
 sampling.
 
-No function synchronises the host with the device.
+The functions in this module do not synchronise the host with the device.
 """
 
 # N latent tokens, C channels, V vocabulary
@@ -25,24 +25,24 @@ def flow_timesteps(num_steps: int, shift: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ClassifierFreeGuidance:
-    """Classifier-free guidance of one generated image or video.
+    """Classifier-free guidance for one generated image or video.
 
-    Guidance applies to steps with low < t <= high if one of the scales is greater than 1.
+    Guidance applies to steps with low < t <= high if at least one of the scales is greater than 1.
     """
 
     scale: float
-    """Scale of guidance against the context without the user's text."""
+    """Scale of the guidance against the context without the user's text."""
     interval: tuple[float, float]
-    """Interval (low, high) of timesteps with guidance, in [0, 1]."""
+    """Interval (low, high) of the timesteps with guidance, in [0, 1]."""
     renorm: str
-    """Renormalisation, which limits the norm of the guided velocity to the norm of the conditional
-    velocity. The norm is taken over all tokens and channels (`global`) or for each token
-    (`channel`). `none` disables the renormalisation.
+    """Renormalisation mode. Renormalisation limits the guided velocity's norm to the conditional
+    velocity's norm. The norm is taken over all tokens and channels (`global`), or over the channels
+    of each token (`channel`). `none` disables the renormalisation.
     """
     renorm_min: float
     """Lower bound on the factor by which the renormalisation scales the velocity."""
     image_scale: float = 1.0
-    """For edits, scale of the guidance against the context without the image or clip."""
+    """For edits: scale of the guidance against the context without the image or clip."""
 
     @property
     def guides_text(self) -> bool:
@@ -69,12 +69,12 @@ class ClassifierFreeGuidance:
         """Return the guided velocity, fp32. The two scales are combined as in BAGEL.
 
         Args:
-            cond_NC: Velocity with the full context.
-            uncond_NC: Velocity without the user's text, or None to disable the guidance by the
-                text.
-            unseen_NC: Velocity without the image or clip, or None to disable the guidance by the
-                image.
-            counted: Tokens that are included in the `global` norm.
+            cond_NC: Velocity for the full context.
+            uncond_NC: Velocity for the context without the user's text. None disables text
+                guidance.
+            unseen_NC: Velocity for the context without the image or clip. None disables image
+                guidance.
+            counted: Tokens included in the `global` norm.
         """
         guided = cond_NC
         if uncond_NC is not None:
@@ -97,7 +97,8 @@ class TokenChoice:
     temperature: float
     """Sampling temperature. 0 selects the most likely token."""
     top_p: float
-    """Tokens are sampled from the most likely tokens with this total probability."""
+    """Each token is sampled from the most likely tokens whose total probability reaches this
+    value."""
 
     def choose(self, logits_V: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         """Return the id of the next token, int64 [1] on the device. `uniform` is a random number in

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Represents a request as a sequence of segments with token ids, attention modes and 3-D positions.
+"""Represent a request as a sequence of segments with token ids, attention modes and 3-D positions.
 
 A sequence consists of text runs and visual blocks. A visual block consists of a start marker, one
 token per grid cell in (t, h, w) order, and an end marker. Attention is causal within text and
 bidirectional within a visual block. No other segment attends to a `noise` block.
 
-Positions (time, height, width) are derived from a running counter P. A text of n tokens has the
+Positions (time, height, width) are derived from a running counter P. A text run of n tokens has the
 positions P .. P+n-1 on all axes. In a block with grid (T, h, w), the start marker has position (P,
-P, P), cell (t, i, j) has position (P+1+2t, P+1+i, P+1+j), and the position of the end marker is one
-more than the largest cell position. In sequences with a reference, the positions are adjusted:
-vision blocks start at time 1000, and a `noise` block with as many tokens as the reference has the
-positions of the reference.
+P, P), cell (t, i, j) has position (P+1+2t, P+1+i, P+1+j), and the end marker's position is one more
+than the largest cell position. In sequences with a reference, the positions are adjusted: vision
+blocks start at time 1000, and a `noise` block that has as many tokens as the reference has the
+reference's positions.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from typing import Literal
 import torch
 
 TIME_STEP = 2
-"""Number of temporal positions per latent frame or temporal patch: tokens_per_second (2) times one
-second per grid step.
+"""Number of temporal positions per latent frame or temporal patch: `tokens_per_second` (2) times
+one second per grid step.
 """
 VIT_TIME_ORIGIN = 1000
 
@@ -34,7 +34,7 @@ class SequenceSegment:
     """A text run or a visual block."""
 
     kind: Kind
-    """Kind of the segment: text, vision embeddings, reference latents, or latents to generate."""
+    """Segment kind: text, vision embeddings, reference latents, or latents to generate."""
     ids: tuple[int, ...] = ()
     """Token ids of a text run."""
     grid: Grid = (0, 0, 0)
@@ -130,11 +130,11 @@ def rope_tables(
     positions_3T: torch.Tensor, head_dim: int, sections: tuple[int, int, int], theta: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rotary tables (cos_TC, sin_TC), fp32 [T, head_dim / 2]. Each frequency belongs to
-    one axis and rotates by the position on that axis.
+    one axis, and its angle is proportional to the position on that axis.
 
     The first `sections[0]` frequencies are for time, the next `sections[1]` for height, and the
-    last `sections[2]` for width. For tokens with equal positions on all axes, these are ordinary
-    1-D rotary embeddings. Angles are computed in fp64.
+    last `sections[2]` for width. For tokens that have equal positions on all axes, these tables are
+    ordinary 1-D rotary embeddings. Angles are computed in fp64.
     """
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     axis = torch.repeat_interleave(torch.arange(3), torch.tensor(sections))

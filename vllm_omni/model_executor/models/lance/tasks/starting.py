@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creates the `ImageGeneration` or `UnderstandingChunk` of a validated request.
+"""Create the `ImageGeneration` or `UnderstandingChunk` for a validated request.
 
 Starting a request means encoding its references, assigning positions, sampling noise and allocating
 caches.
@@ -37,10 +37,10 @@ from vllm_omni.seeds import nth_seed
 
 @dataclass(frozen=True)
 class RequestStarter:
-    """Starts requests before their first engine step, with the components of `Lance`."""
+    """Starts requests before their first engine step, using the components of `Lance`."""
 
     tokenizer: LanceTokenizer
-    """Tokenizer of the checkpoint."""
+    """The checkpoint's tokenizer."""
     vision: VisionTower
     """Vision tower that encodes images and clips for the decoder."""
     vae: LanceWanVAE
@@ -65,10 +65,10 @@ class RequestStarter:
 
         Args:
             inputs: The validated request.
-            reserved_bytes: Number of bytes that the request's session has reserved.
+            reserved_bytes: Number of bytes reserved for the request's session.
             timer: Timer of the request's stages.
-            new_cache: Function that creates an empty cache, given the capacity of a context and the
-                size of a block.
+            new_cache: Function that creates an empty cache, given a context capacity and a block
+                size.
 
         Raises:
             RequestFailed: The caches would exceed `reserved_bytes` (`capacity`).
@@ -141,7 +141,8 @@ class RequestStarter:
 
         Args:
             inputs: The validated request.
-            chunk_tokens: Number of text tokens per request, or None for the whole text.
+            chunk_tokens: Number of text tokens per request. None: one request generates the whole
+                text.
             timer: Timer of the request's stages.
         """
         rows = grid = None
@@ -176,7 +177,7 @@ class RequestStarter:
         )
 
     def _encode(self, pixels_CTHW: torch.Tensor, seed: int) -> torch.Tensor:
-        """Encode pixels as normalised latents [C, t, h, w], fp32."""
+        """Encode pixels to normalised latents [C, t, h, w], fp32."""
         generator = None
         if self.options.choices.reference_latent == "sample":
             generator = torch.Generator().manual_seed(noise_seed(seed, 0, 1))
@@ -185,9 +186,7 @@ class RequestStarter:
     def _see(
         self, source: torch.Tensor, preset: SizePreset | None, timer: StageTimer
     ) -> tuple[torch.Tensor, Grid]:
-        """Encode frames with the vision tower. Return the embeddings and the grid of the
-        embeddings.
-        """
+        """Encode frames with the vision tower. Return the embeddings and their grid."""
         with timer.stage("vision"):
             patches, grid = to_patches(for_vit(source, preset))
             return self.vision(patches, grid), decoder_grid(grid)

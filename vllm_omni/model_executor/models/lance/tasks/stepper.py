@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one engine step of a mixed batch of generation and understanding requests (`BatchStepper`).
+"""Run one engine step for a mixed batch of generation and understanding requests (`BatchStepper`).
 
     pass 1    contexts of new generations and blocks of running generations; prompts of new
               understanding requests and tokens of running ones
     pass 2    the parts of new unconditional contexts that differ from the conditional context
-    pass 3..  further tokens of understanding requests, if a step decodes several tokens
+    pass 3..  more tokens of understanding requests, if a step decodes several tokens
 
-Every matrix product of a pass covers all requests. If a batch contains only running generations,
-the steps of the batch differ only in the values of their inputs. Such a step can therefore be
-replayed as a CUDA graph, and later requests that use the same caches reuse the graph.
+Each matrix product in a forward pass processes the tokens of all requests. If a batch contains only
+running generations, its steps differ only in their input values, so a step can be replayed as a
+CUDA graph. Later requests that use the same caches reuse the graph.
 """
 
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ from vllm_omni.model_executor.models.lance.tasks.understanding import Understand
 
 
 class BatchStepper:
-    """Runs engine steps of a mixed batch.
+    """Runs the engine steps of a mixed batch.
 
     Args:
         network: The decoder and the latent projections.
         markers: Ids of the start and end tokens of a visual block.
-        num_tokens: Number of tokens in the tokenizer. Logits beyond this number do not correspond
-            to tokens.
-        graphs: CUDA graphs of denoise steps, or None to launch kernels one by one.
+        num_tokens: Number of tokens in the tokenizer's vocabulary. Logits beyond this number do not
+            correspond to any token.
+        graphs: CUDA graphs for denoise steps. None: kernels are launched one by one.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class BatchStepper:
         understandings: Sequence[UnderstandingChunk],
         tokens_per_step: int = 1,
     ) -> None:
-        """Compute the velocities (or the contexts) of every generation, and up to `tokens_per_step`
-        tokens of each understanding request.
+        """For each generation, compute the velocities or write the contexts. For each understanding
+        request, decode up to `tokens_per_step` tokens.
 
         Only `ImageGeneration.advance` and `UnderstandingChunk.settle` change the inputs of later
         steps, so the step can be repeated after an exception.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decodes the text of an understanding request token by token (`UnderstandingChunk`).
+"""Decode an understanding request's text token by token (`UnderstandingChunk`).
 
-One forward pass processes the prompt, and its last position (the newline after `assistant`)
-produces the first token. Each later pass processes the latest token. Tokens are sampled on the
-device, and the host reads them once per engine step. Only `settle` changes the inputs of later
-steps, so a failed step can be repeated.
+One forward pass processes the prompt, and the logits at its last position (the newline after
+`assistant`) give the first token. Each later forward pass processes the latest token. Tokens are
+sampled on the device, and the host reads them once per engine step. Only `settle` changes the
+inputs of later steps, so a failed step can be repeated.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class TextRules:
     seed: int
     """Seed of token sampling."""
     max_tokens: int
-    """Maximum number of tokens of the whole text."""
+    """Maximum number of tokens in the whole text."""
     end_token: int
     """Id of the token that ends the text."""
     stop: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class TextRules:
 
 @dataclass(frozen=True)
 class UnderstandingProgress:
-    """Tokens of a text that have been decoded, and the state from which decoding continues."""
+    """The decoded tokens of a text, and the state that decoding continues from."""
 
     length: int = 0
     """Number of cache slots in use."""
@@ -55,11 +55,11 @@ class UnderstandingProgress:
     finish_reason: str | None = None
     """Reason why the text ended: `stop` or `length`. None until the text is complete."""
     sent: int = 0
-    """Number of characters of the text that have been returned to the client."""
+    """Number of characters already returned to the client."""
 
     def text(self, decode: Decode, rules: TextRules) -> str:
-        """Return the text up to the first stop string. Trailing characters that may still change
-        are omitted.
+        """Return the text up to the first stop string, without trailing characters that may still
+        change.
         """
         text = decode([token for token in self.tokens if token != rules.end_token])
         found = [position for stop in rules.stop if (position := text.find(stop)) >= 0]
@@ -72,7 +72,7 @@ class UnderstandingProgress:
         return text
 
     def new_text(self, decode: Decode, rules: TextRules) -> str:
-        """Return the characters of the text that have not been returned to the client yet."""
+        """Return the characters that have not been returned to the client yet."""
         return self.text(decode, rules)[self.sent :]
 
 
@@ -85,23 +85,24 @@ class UnderstandingChunk:
     rules: TextRules
     """Rules for sampling tokens and for ending the text."""
     chunk_tokens: int
-    """Maximum number of tokens of this chunk."""
+    """Maximum number of tokens in this chunk."""
     progress: UnderstandingProgress = field(default_factory=UnderstandingProgress)
     """Decoded tokens. The session stores them when the chunk succeeds."""
     context: Sequence[ContextSegment] = ()
-    """Segments of the prompt, or empty after the first chunk."""
+    """The prompt's segments. Empty after the first chunk."""
     visuals: VisualContents = field(default_factory=VisualContents)
-    """Embeddings of the image or video, or empty after the first chunk."""
+    """Embeddings of the image or video. Empty after the first chunk."""
     prompt_tokens: int = 0
-    """Number of tokens of the prompt."""
+    """Number of tokens in the prompt."""
     first_token: int = 0
-    """Number of text tokens that were decoded before this chunk."""
+    """Number of text tokens decoded before this chunk."""
     logits: torch.Tensor | None = None
-    """Logits [V] of the last pass, fp32. They are checked for NaN at the end of the chunk."""
+    """Logits of the last forward pass, fp32 [V]. They are checked for NaN at the end of the chunk.
+    """
 
     row: int = 0
-    """Index, among the `und` tokens of the current pass, of the token whose logits predict the next
-    token.
+    """Index of the token whose logits predict the next token, among the `und` tokens of the current
+    forward pass.
     """
     _live: UnderstandingProgress = field(default_factory=UnderstandingProgress)
     """Copy of `progress` that includes the tokens of the current step. The copy is discarded if the
@@ -112,16 +113,14 @@ class UnderstandingChunk:
 
     @property
     def wanted(self) -> int:
-        """Return how many more tokens this chunk may decode after the pending ones."""
+        """Return the number of tokens that this chunk may still decode after the pending ones."""
         decoded = len(self.progress.tokens) + len(self._pending)
         return min(
             self.chunk_tokens - (decoded - self.first_token), self.rules.max_tokens - decoded
         )
 
     def start_step(self) -> None:
-        """Start an engine step, and discard the results of the previous step if that step
-        failed.
-        """
+        """Start an engine step. If the previous step failed, discard its results."""
         self._live, self._pending = self.progress, []
 
     def add_tokens(self, writer: ContextWriter, builder: PackBuilder) -> None:
@@ -144,7 +143,8 @@ class UnderstandingChunk:
 
     def choose(self, logits_V: torch.Tensor) -> None:
         """Sample the next token from this request's logits, without synchronising the host with the
-        device."""
+        device.
+        """
         number = len(self.progress.tokens) + len(self._pending)
         draw = torch.rand(
             1, generator=torch.Generator().manual_seed(noise_seed(self.rules.seed, 0, number))
@@ -155,8 +155,8 @@ class UnderstandingChunk:
         self._live = replace(self._live, newest=token)
 
     def settle(self, decode: Decode) -> None:
-        """Copy the tokens of this step to the host, and check whether the text is complete. The
-        copy synchronises the host with the device.
+        """Copy this step's tokens to the host, and check whether the text is complete. The copy
+        synchronises the host with the device.
         """
         tokens = [*self.progress.tokens, *torch.cat(self._pending).tolist()]
         reason = None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rename tables for the tensors of Wan's frozen components.
+"""Rename tables for the tensors in Wan's frozen components.
 
-The tensors of a component have either Wan's own names (in `.pth` files) or the names that diffusers
-and transformers use. `loading.py` uses these tables to load weights, and `layout.py` uses them to
-read sizes.
+A component's tensors have either Wan's own names (in `.pth` files) or the names that diffusers and
+transformers use. `loading.py` uses these tables to load weights, and `layout.py` uses them to
+derive network dimensions from tensor shapes.
 """
 
 from vllm_omni.model_executor.checkpoint.loading import Rules
@@ -22,7 +22,7 @@ VAE_RULES: Rules = (
     (r"\.residual\.3\.", ".norm2."),
     (r"\.residual\.6\.", ".conv2."),
     (r"\.shortcut\.", ".conv_shortcut."),
-    # Wan 2.2 has, for each level, a list of residual blocks and a resampling layer.
+    # In Wan 2.2, each level has a list of residual blocks and a resampling layer.
     (
         r"\.downsamples\.(\d+)\.downsamples\.\d+\.(resample|time_conv)\.",
         r".down_blocks.\1.downsampler.\2.",
@@ -30,7 +30,7 @@ VAE_RULES: Rules = (
     (r"\.downsamples\.(\d+)\.downsamples\.(\d+)\.", r".down_blocks.\1.resnets.\2."),
     (r"\.upsamples\.(\d+)\.upsamples\.\d+\.(resample|time_conv)\.", r".up_blocks.\1.upsampler.\2."),
     (r"\.upsamples\.(\d+)\.upsamples\.(\d+)\.", r".up_blocks.\1.resnets.\2."),
-    # Wan 2.1 has a single list for all levels. A decoder level has three residual blocks and an
+    # Wan 2.1 has one list for all levels. A decoder level has three residual blocks and an
     # upsampler.
     (r"\.downsamples\.(\d+)\.", r".down_blocks.\1."),
     *(
@@ -44,7 +44,7 @@ VAE_RULES: Rules = (
     ),
 )
 """Mapping from the tensor names in Wan's 2.1 and 2.2 VAE files to the names in diffusers'
-`AutoencoderKLWan`. Names that are already those of diffusers are not changed.
+`AutoencoderKLWan`. Names that already follow diffusers do not change.
 """
 
 TEXT_RULES: Rules = (
@@ -63,7 +63,7 @@ TEXT_RULES: Rules = (
     (r"^blocks\.(\d+)\.ffn\.fc2\.", r"encoder.block.\1.layer.1.DenseReluDense.wo."),
 )
 """Mapping from Wan's tensor names for umt5-xxl to the names in transformers' `UMT5EncoderModel`.
-Names that are already those of transformers are not changed.
+Names that already follow transformers do not change.
 """
 
 CLIP_RULES: Rules = (
@@ -82,5 +82,6 @@ CLIP_RULES: Rules = (
     (r"\.mlp\.2\.", ".mlp.fc2."),
 )
 """Mapping from Wan's tensor names for the vision tower to the names in transformers'
-`CLIPVisionModel`. It is applied after queries, keys and values are split into separate tensors.
+`CLIPVisionModel`. It is applied after queries, keys and values have been split into separate
+tensors.
 """

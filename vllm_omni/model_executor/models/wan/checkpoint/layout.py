@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locates the frozen components of a Wan checkpoint, under Wan's own file names or in diffusers'
+"""Locate the frozen components of a Wan checkpoint, under Wan's own file names or in the diffusers
 folders.
 
-A file that is missing in the checkpoint's directory is searched for in its `assets/` subdirectory,
-which can also be a link to a directory that several checkpoints share.
+If a file is missing from the checkpoint's directory, this module looks for it in the `assets/`
+subdirectory, which can be a link to a directory that several checkpoints share.
 
 This module only locates files; `loading.py` loads them. A missing component is an error only when
-the component is needed (`require`). Therefore, an engine with dummy weights can start from config
-files alone, and a pipeline stage that does not decode needs no VAE. Each model family adds the
-location of its transformer.
+it is needed (`require`), so an engine with dummy weights can start from config files alone, and a
+pipeline stage that does not decode needs no VAE. Each model family adds the location of its
+transformer.
 """
 
 import math
@@ -64,7 +64,9 @@ COMPONENT_PLACES: dict[str, tuple[str, ...]] = {
 
 ASSETS_FOLDER = "assets"
 TINY_VAE_FILES: dict[VAERelease, str] = {"2.1": "taew2_1.pth", "2.2": "taew2_2.pth"}
-"""File name of the tiny decoder for each autoencoder. The suffix may also be `.safetensors`."""
+"""File name of the tiny decoder, keyed by autoencoder release. The suffix can also be
+`.safetensors`.
+"""
 TINY_VAE_FILE = TINY_VAE_FILES["2.1"]
 
 
@@ -77,17 +79,18 @@ def component_places(release: VAERelease) -> dict[str, tuple[str, ...]]:
 @dataclass(frozen=True)
 class WanComponents:
     """Paths of a checkpoint's components. Each model family has a subclass that sets
-    `download_name`."""
+    `download_name`.
+    """
 
     download_name: ClassVar[str]
-    """Name of the family's release for `vllm-omni download`."""
+    """Release name for `vllm-omni download`."""
     vae_release: ClassVar[VAERelease] = "2.1"
     """Wan release whose autoencoder the family uses."""
 
     root: Path
     """Folder that contains the components."""
     transformer: Path
-    """Transformer: a folder of safetensors files, or a single weight file."""
+    """Transformer: a folder of safetensors files, or one weight file."""
     vae: Path | None
     """VAE: a `.pth` or `.safetensors` file or a folder, or None if it is missing."""
     text_encoder: Path | None
@@ -113,12 +116,12 @@ class WanComponents:
         )
 
     def release(self) -> str:
-        """Return the name under which `vllm-omni download` downloads this checkpoint."""
+        """Return this checkpoint's name for `vllm-omni download`."""
         return self.download_name
 
     def require(self, *components: Component) -> None:
-        """Raise ValueError with a single-line message unless the given components and their weights
-        exist.
+        """Raise ValueError with a one-line message if any of the given components or its weights
+        are missing.
         """
         missing = [part for part in components if not self._present(part)]
         if missing:
@@ -137,7 +140,7 @@ class WanComponents:
         return open_tensors(self.transformer)
 
     def check_transformer(self, expected: Mapping[str, Shape], rules: Rules = ()) -> None:
-        """Raise ValueError unless the transformer's tensors, after renaming with `rules`, have the
+        """Raise ValueError if the transformer's tensors, renamed by `rules`, do not have the
         expected names and shapes.
         """
         found = {
@@ -159,8 +162,9 @@ class WanComponents:
         return any(position.glob("tokenizer*.json" if part == "tokenizer" else "*.safetensors"))
 
     def vae_config(self) -> VAEConfig:
-        """Return the architecture of the VAE. It is read from the VAE's config or, if there is
-        none, derived from the shapes of its weights. The default is the released architecture.
+        """Return the VAE's architecture, read from its config or, failing that, derived from the
+        tensor shapes in its weight file. Return the released architecture if neither source is
+        available.
         """
         if self.vae is not None and (self.vae / "config.json").exists():
             return VAEConfig.from_dict(read_json(self.vae / "config.json"))
@@ -178,9 +182,9 @@ class WanComponents:
         )
 
     def text_config(self) -> dict[str, Any]:
-        """Return the `UMT5Config` values of the text encoder. They are read from its config or, if
-        there is none, derived from the shapes of its weights. The default is the released
-        architecture.
+        """Return the text encoder's `UMT5Config` values, read from its config or, failing that,
+        derived from the tensor shapes in its weight file. Return the released values if neither
+        source is available.
         """
         if stated := stated_text(self.text_encoder):
             return stated
@@ -201,9 +205,9 @@ class WanComponents:
         }
 
     def clip_config(self) -> dict[str, Any]:
-        """Return the `CLIPVisionConfig` values of the image encoder. They are read from its config
-        or, if there is none, derived from the shapes of its weights. The default is the released
-        architecture.
+        """Return the image encoder's `CLIPVisionConfig` values, read from its config or, failing
+        that, derived from the tensor shapes in its weight file. Return the released values if
+        neither source is available.
         """
         path = self.image_encoder
         if path is not None and (path / "config.json").exists():
@@ -233,7 +237,7 @@ class WanComponents:
         """Return the architecture of the VAE.
 
         Raises:
-            ValueError: The VAE does not match the transformer. The message is a single line.
+            ValueError: The VAE does not match the transformer. The message is one line.
         """
         vae = self.vae_config()
         if vae.z_dim != latent_channels:
@@ -271,19 +275,19 @@ def chunk_hf_config(
 ) -> dict[str, Any]:
     """Return the fields of vLLM's config object for a causal Wan model. The values have JSON types.
 
-    In addition to the keys that vLLM reads, the result has the key `name`. Its value contains the
-    transformer's config as stored, the architectures of the VAE and the context encoder (under the
-    keys that diffusers and transformers use), and the entries of `info`.
+    In addition to the keys that vLLM reads, the result has a key given by `name`. That key's value
+    contains the transformer's config as stored, the architectures of the VAE and the context
+    encoder (under the keys that diffusers and transformers use), and the entries in `info`.
 
     Args:
         architecture: Name of the model class.
-        name: Key of the family's own fields.
-        layout: Components of the checkpoint.
-        transformer: Config of the transformer as stored.
-        config: Parsed config of the transformer.
-        rules: Renaming of the stored tensor names to the names in this package's transformer.
+        name: Key for the family's own fields.
+        layout: The checkpoint's components.
+        transformer: The transformer's config as stored.
+        config: The transformer's parsed config.
+        rules: Rules that rename the stored tensors to their names in this package's transformer.
         context: Encoder that produces the embeddings for cross-attention.
-        info: Further entries under `name`.
+        info: Additional entries under `name`.
 
     Raises:
         ValueError: The components are not compatible with each other.
@@ -310,8 +314,8 @@ def chunk_hf_config(
 def engine_fields(
     architecture: str, *, dim: int, heads: int, layers: int, context: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields that vLLM reads from its config object. `context` is the config of the text
-    or image encoder.
+    """Return the fields that vLLM reads from its config object. `context` is the text or image
+    encoder's config.
     """
     return {
         "architectures": [architecture],
@@ -325,11 +329,11 @@ def engine_fields(
 
 
 def stated_text(encoder: Path | None) -> dict[str, Any]:
-    """Return the `UMT5Config` values in the `config.json` of a text encoder's folder, or {} if the
-    file does not exist.
+    """Return the `UMT5Config` values from a text encoder's `config.json`, or {} if that file does
+    not exist.
 
     Raises:
-        ValueError: The config belongs to another model.
+        ValueError: The config describes another model.
     """
     if encoder is None or not (encoder / "config.json").exists():
         return {}
@@ -346,8 +350,8 @@ def stated_text(encoder: Path | None) -> dict[str, Any]:
 
 
 def checked_text(text: dict[str, Any], width: int, root: Path) -> dict[str, Any]:
-    """Return `text` if its embeddings have the width that the transformer expects. Otherwise raise
-    ValueError with a single-line message.
+    """Return `text` if its embeddings have the width that the transformer expects. Otherwise, raise
+    ValueError with a one-line message.
     """
     if text["d_model"] != width:
         raise ValueError(
@@ -358,7 +362,7 @@ def checked_text(text: dict[str, Any], width: int, root: Path) -> dict[str, Any]
 
 
 def own_config(folder: Path) -> dict[str, Any]:
-    """Return the `config.json` of a folder, or {} if there is none or it does not describe a
+    """Return a folder's `config.json`, or {} if it does not exist or does not describe a
     network.
     """
     path = folder / "config.json"
@@ -369,16 +373,16 @@ def own_config(folder: Path) -> dict[str, Any]:
 def find_transformer(
     path: Path, names: Sequence[str], found: Callable[[Path], bool], model: str
 ) -> tuple[Path, Path]:
-    """Return the folder of the transformer and the folder of the components.
+    """Return the transformer's folder and the components' folder.
 
     Args:
-        path: The folder of the components, or the transformer's folder inside it.
-        names: Names of the transformer's folder in `path`, in order of preference.
+        path: The components' folder, or the transformer's folder inside it.
+        names: Possible names of the transformer's folder in `path`, in order of preference.
         found: Function that returns whether a folder contains a transformer of this model.
-        model: Name of the model in error messages.
+        model: Model name in error messages.
 
     Raises:
-        ValueError: `path` contains no transformer. The message is a single line that states what
+        ValueError: `path` does not contain a transformer. The message is one line that states what
             was found and what was expected.
     """
     folder = next((path / name for name in names if found(path / name)), None)
@@ -399,7 +403,7 @@ def find_transformer(
 
 
 def find_components(root: Path, release: VAERelease = "2.1") -> dict[str, Path | None]:
-    """Return the path of each component of `component_places`, in `root` or its `assets/`, or None
+    """Return the path of each component in `component_places`, in `root` or its `assets/`, or None
     if the component is missing.
     """
     places = component_places(release)
@@ -412,10 +416,10 @@ def find_tiny_vae(root: Path, release: VAERelease = "2.1") -> Path | None:
 
 
 def check_tiny_vae(layout: WanComponents, wanted_by: str) -> None:
-    """Check that a checkpoint contains the tiny decoder, which the option `wanted_by` requires.
+    """Check that a checkpoint contains the tiny decoder, which the `wanted_by` option requires.
 
     Raises:
-        ValueError: The file of the tiny decoder is missing.
+        ValueError: The tiny decoder's file is missing.
     """
     if layout.tiny_vae is None:
         raise ValueError(
@@ -425,7 +429,7 @@ def check_tiny_vae(layout: WanComponents, wanted_by: str) -> None:
 
 
 def has_components(root: Path) -> bool:
-    """Return whether `root` contains at least one component of Wan 2.1 or 2.2."""
+    """Return whether `root` contains at least one Wan 2.1 or 2.2 component."""
     return any(
         position is not None
         for release in TINY_VAE_FILES
@@ -434,7 +438,7 @@ def has_components(root: Path) -> bool:
 
 
 class StoredShapes(dict[str, Shape]):
-    """The shapes of a file's tensors, by their names after renaming with `rules`. Looking up a
+    """The shapes of a file's tensors, keyed by the names that `rules` give them. Looking up a
     missing name raises ValueError.
     """
 

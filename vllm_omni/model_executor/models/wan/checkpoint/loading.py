@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads Wan's frozen components strictly, with the rename tables of `component_names.py`."""
+"""Load Wan's frozen components strictly, using the rename tables in `component_names.py`."""
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -62,8 +62,8 @@ def load_components(
     vae: "StreamingWanVAE | None" = None,
     text_encoder: "TextEncoder | AwaitedText | None" = None,
 ) -> None:
-    """Load the components of this rank. Arguments for components that this rank does not need are
-    None. The caller must already have called `layout.require` for the other components.
+    """Load this rank's components. Arguments for components that this rank does not need are None.
+    For the others, the caller must already have called `layout.require`.
     """
     if vae is not None and layout.vae is not None:
         load_vae(vae, layout.vae)
@@ -81,7 +81,7 @@ def load_vae(vae: "StreamingWanVAE", path: Path) -> None:
 
 @cache
 def _vae_shapes(config: "VAEConfig") -> Mapping[str, Shape]:
-    """Return the shapes of all tensors of the encoder and the decoder, by name."""
+    """Return the shapes of all encoder and decoder tensors, keyed by name."""
     from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE
 
     with torch.device("meta"):
@@ -108,7 +108,7 @@ def load_image_encoder(encoder: "ImageEncoder", path: Path) -> None:
 
 
 def _clip_forms(name: str) -> Mapping[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return the conversions of a stored tensor, by the names of the resulting tensors.
+    """Return the conversions of a stored tensor, keyed by the resulting tensors' names.
 
     In Wan's file, Q, K and V are stacked in one tensor, and embeddings have leading dimensions of
     size one.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts a client's image to the VAE's input.
+"""Convert a client's image to VAE input.
 
 `prepare_image` stretches the image to the output size, and `cut_image` crops and resizes it. The
-conversion can also be done in two steps: `fit_image` or `stretch_image` resizes the image, and then
+conversion can also be done in two steps: `fit_image` or `stretch_image` resizes the image, then
 `image_pixels` converts it.
 """
 
@@ -16,7 +16,8 @@ from torch import nn
 
 
 def prepare_image(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Return an image in the VAE's input format: [1, 3, 1, height, width], fp32 in about [-1, 1].
+    """Return an image in the VAE's input format: [1, 3, 1, height, width], fp32, approximately in
+    [-1, 1].
 
     The image is resized to the output size without regard to its aspect ratio. The original also
     stretches images, but it derives the output size from the image's aspect ratio. As in the
@@ -56,10 +57,10 @@ def prepare_image(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 def cut_image(image_HWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Center-crop a uint8 image to the aspect ratio of `width` x `height` and resize it. The result
-    has the format of `prepare_image`.
+    has the same format as that of `prepare_image`.
 
-    As in the original code of Matrix-Game, Pillow resizes the image on the host, bilinearly and
-    with antialiasing.
+    As in Matrix-Game's original code, Pillow resizes the image on the host, bilinearly and with
+    antialiasing.
     """
     cut = Image.fromarray(image_HWC.cpu().numpy()).crop(middle_box(image_HWC, height, width))
     return pixels_of(resize_image(torch.from_numpy(np.array(cut)), height, width))
@@ -79,8 +80,9 @@ def pixels_of(image_HWC: torch.Tensor) -> torch.Tensor:
 
 
 def middle_box(image_HWC: torch.Tensor, height: int, width: int) -> tuple[int, int, int, int]:
-    """Return (left, top, right, bottom) of the largest center crop with the aspect ratio of `width`
-    x `height`."""
+    """Return the largest center crop with the aspect ratio of `width` x `height`, as (left, top,
+    right, bottom).
+    """
     rows, columns = image_HWC.shape[:2]
     tall = rows / columns > height / width
     high, wide = (
@@ -91,14 +93,16 @@ def middle_box(image_HWC: torch.Tensor, height: int, width: int) -> tuple[int, i
 
 
 def fit_image(image_HWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Resize a start image to cover `width` x `height`, and center-crop it. The result is uint8."""
+    """Resize a start image so that it covers `width` x `height`, and center-crop it. The result is
+    uint8.
+    """
     whole = Image.fromarray(image_HWC.cpu().numpy())
     fitted = ImageOps.fit(whole, (width, height), Image.Resampling.LANCZOS)
     return torch.from_numpy(np.array(fitted))
 
 
 def stretch_images(images_HWC: Sequence[torch.Tensor], side: int) -> list[torch.Tensor]:
-    """Apply `stretch_image` to all reference images in parallel, with one thread per image."""
+    """Apply `stretch_image` to all reference images in parallel, in one thread per image."""
     with ThreadPoolExecutor(max(len(images_HWC), 1)) as threads:
         return list(threads.map(lambda image: stretch_image(image, side), images_HWC))
 

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the conditioning of a session's chunks on its start image.
+"""Compute the conditioning of a session's chunks on its start image.
 
-The conditioning of a chunk is Wan's additional input channels `y`: a mask, and the latents of the
-clip `[image, grey, grey, ...]`.
+A chunk's conditioning is `y`, Wan's additional input channels: a mask, and the latents of the clip
+`[image, grey, grey, ...]`.
 
 The original encodes the image and all grey frames as one clip. This module runs the causal encoder
-chunk by chunk instead. The results are bit-identical, and the length of the clip need not be known
-in advance. When two consecutive latent frames differ by no more than `_SETTLED`, the conditioning
-has settled: the later frame is used for all following frames, and the encoder does not run again.
-`LaterCondition` lists the methods of other implementations.
+chunk by chunk instead. The results are bit-identical to those of the original, and the clip length
+need not be known in advance. When two consecutive latent frames differ by no more than `_SETTLED`,
+the conditioning has settled: the later frame is used for all following frames, and the encoder does
+not run again. `LaterCondition` lists this method (`streamed`) and those of other implementations.
 
 `GreyCondition` computes the conditioning. It runs on the first pipeline stage, which embeds
-patches, and each session on that stage has a `ConditionState` (`ImageStartedPipeline`,
+patches. Each session on that stage has a `ConditionState` (`ImageStartedPipeline`,
 `ImageStartedSession`).
 """
 
@@ -37,13 +37,13 @@ from vllm_omni.outputs import RequestFailed
 from vllm_omni.tensors.saved import SavedTensors
 
 MASK_CHANNELS = 4
-"""Number of channels of the mask: one for each of the video frames that form a latent frame."""
+"""Number of mask channels: one for each video frame in a latent frame."""
 _SETTLED = {torch.float32: 2**-8, torch.bfloat16: 2**-6}
-"""Largest change between consecutive latent frames that is ignored, by the dtype of the VAE. The
-change is relative to the standard deviation of the latent frame. The released model converts its
-conditioning to bfloat16, which rounds by 2**-8. The limit for a bfloat16 VAE is higher, because
-such a VAE rounds in every layer. Each change is about half of the previous one, so the sum of all
-later changes is as large as the last change.
+"""Largest change between consecutive latent frames that counts as no change, relative to the latent
+frame's standard deviation. The keys are VAE dtypes. The released model converts its conditioning to
+bfloat16, which rounds by 2**-8. The limit for a bfloat16 VAE is higher, because such a VAE rounds
+in every layer. Each change is about half of the previous one, so all later changes add up to about
+the last change.
 """
 
 
@@ -56,11 +56,11 @@ class ConditionLayout:
     width: int
     """Width of the video in pixels."""
     later: LaterCondition
-    """Conditioning of the chunks after the chunk with the start image."""
+    """Conditioning of the chunks after the one with the start image."""
     chunk_frames: int
     """Number of latent frames in every chunk except the first of a session."""
     encoder: CacheLayout
-    """Layout of the encoder's cache."""
+    """Layout of the encoder cache."""
 
     def restore(
         self, saved: SavedTensors, device: torch.device | str, *, settled: bool, num_encoded: int
@@ -86,22 +86,22 @@ class ConditionLayout:
 
 @dataclass(frozen=True)
 class ConditionSettling:
-    """Result of a settling check, which may still be on its way from the device to the host."""
+    """Result of a settling check. The copy from the device to the host may still be in progress."""
 
     encoded: int
     """Number of latent frames that were encoded."""
     unsettled: PendingScalar
-    """Number of encoded latent frames that differ from their predecessor. The copy of this number
+    """Number of encoded latent frames that differ from their predecessors. The copy of this number
     from the device may still be in progress.
     """
 
 
 @dataclass(frozen=True, eq=False)
 class ConditionState:
-    """Immutable state of a session's conditioning. Forks of the session share it.
+    """Immutable conditioning state of a session, shared by the session's forks.
 
-    While the settling check is pending (`settling` is set), the other fields have the values of a
-    state that has not settled.
+    While the settling check is pending (`settling` is set), the other fields describe a state that
+    has not settled.
     """
 
     height: int
@@ -109,17 +109,17 @@ class ConditionState:
     width: int
     """Width of the video in pixels."""
     cache: VAECache | None
-    """Cache of the encoder, or None if the encoder will not run again or will restart."""
+    """Encoder cache. None if the encoder will not run again or will restart."""
     last_1CFhw: torch.Tensor
-    """Latest latent frame, fp32. In a settled state, it is the conditioning of all later chunks:
+    """Latest latent frame, fp32. In a settled state, this is the conditioning for all later chunks:
     one latent frame, or the frames of a whole chunk.
     """
     settled: bool = False
     """Whether later chunks repeat `last_1CFhw`."""
     num_encoded: int = 1
-    """Number of latent frames that were encoded since the start image, including it."""
+    """Number of latent frames encoded since the start image, including the start image."""
     settling: ConditionSettling | None = None
-    """Result of the settling check, or None if the state is resolved."""
+    """Result of the settling check. None if the state is resolved."""
 
     def resolved(self) -> "ConditionState":
         """Apply the result of the settling check and return the resulting state. If the result has
@@ -142,22 +142,24 @@ class ConditionState:
         return self.last_1CFhw.nbytes + (self.cache.nbytes if self.cache is not None else 0)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of a resolved state, by the names used in digests and snapshots."""
+        """Return the tensors of a resolved state, keyed by their names in digests and snapshots."""
         cached = self.cache.tensors() if self.cache is not None else {}
         return {"last": self.last_1CFhw, **cached}
 
     def to(self, device: torch.device | str) -> "ConditionState":
-        """Move a resolved state to `device`. Tensors that are already on that device are shared."""
+        """Move a resolved state to `device`. Tensors that are already on that device are not
+        copied.
+        """
         cache = self.cache.to(device) if self.cache is not None else None
         return replace(self, cache=cache, last_1CFhw=self.last_1CFhw.to(device))
 
 
 class GreyCondition:
-    """Computes the conditioning of chunks. It stores no session state.
+    """Computes the conditioning of chunks. This class does not store session state.
 
     Args:
         vae: The VAE with its encoder.
-        later: Conditioning of the chunks that follow the one with the start image.
+        later: Conditioning of the chunks after the one with the start image.
         chunk_frames: Number of latent frames in every chunk except the first of a session.
     """
 
@@ -179,14 +181,14 @@ class GreyCondition:
     def next(
         self, image_1CTHW: torch.Tensor | None, num_latents: int, state: ConditionState | None
     ) -> tuple[torch.Tensor, ConditionState]:
-        """Return the conditioning y [20, F, h, w] fp32 of the next latent frames, and the next
+        """Return the conditioning y for the next latent frames, fp32 [20, F, h, w], and the next
         state.
 
         Args:
-            image_1CTHW: New start image, [1, 3, 1, H, W] in [-1, 1] (`prepare_image`), or None to
+            image_1CTHW: New start image, [1, 3, 1, H, W] in [-1, 1] (`prepare_image`). None:
                 continue from `state`.
             num_latents: Number F of latent frames.
-            state: State after the previous chunk, or None before the first chunk.
+            state: State after the previous chunk. None before the first chunk.
 
         Raises:
             ValueError: Both the image and the state are None, or `num_latents` is less than 1.
@@ -208,12 +210,12 @@ class GreyCondition:
         return torch.cat([mask_CFhw, cond_CFhw]), state
 
     def state_layout(self, height: int, width: int) -> ConditionLayout:
-        """Return the layout of a state for frames of this size, without running the encoder."""
+        """Return a state's layout for frames of this size, without running the encoder."""
         encoder = self.vae.encoder_cache_layout(height, width)
         return ConditionLayout(height, width, self.later, self.chunk_frames, encoder)
 
     def state_nbytes(self, height: int, width: int) -> int:
-        """Return the maximum size in bytes of a state for frames of this size, without running the
+        """Return a state's maximum size in bytes for frames of this size, without running the
         encoder.
         """
         cells = (height // self.vae.config.spatial_factor) * (
@@ -240,10 +242,10 @@ class GreyCondition:
     def _stream(
         self, state: ConditionState, num_latents: int
     ) -> tuple[list[torch.Tensor], ConditionState]:
-        """Encode the next `num_latents` grey latent frames, unless they no longer change.
+        """Encode the next `num_latents` grey latent frames if they still change.
 
-        On CUDA, the host does not wait to find out whether they still change. The encoder runs for
-        all frames, and the device discards the results that follow once the state has settled.
+        On CUDA, the host does not wait to find out whether the frames still change. The encoder
+        runs for all frames, and once the state has settled, the device discards the later results.
         """
         if state.cache is None or num_latents == 0:
             return [state.last_1CFhw] * num_latents, state
@@ -266,7 +268,7 @@ class GreyCondition:
     def _repeat(
         self, state: ConditionState, num_latents: int
     ) -> tuple[list[torch.Tensor], ConditionState]:
-        """Return the conditioning that all later chunks share. It is encoded only in the first
+        """Return the conditioning that all later chunks share. It is encoded only on the first
         call.
         """
         if not state.settled:
@@ -280,7 +282,7 @@ class GreyCondition:
                 last_1CFhw=retained[:, :, -num_latents:].contiguous(),
                 settled=True,
             )
-        # A single latent frame is also stored if the state settled in the chunk with the image.
+        # If the state settled in the chunk with the image, it also contains only one latent frame.
         if state.last_1CFhw.shape[2] == 1:
             return [state.last_1CFhw] * num_latents, state
         assert state.last_1CFhw.shape[2] == num_latents, "chunks after the first are of one size"
@@ -294,8 +296,8 @@ class GreyCondition:
     def _grey_frames(
         self, state: ConditionState, num_latents: int, *, first: bool = False
     ) -> torch.Tensor:
-        """Return the grey video frames for `num_latents` latent frames. With `first`, the frames
-        start a clip, so there is one additional frame.
+        """Return the grey video frames for `num_latents` latent frames. If `first` is set, the
+        frames start a clip, so one frame is added.
         """
         frames = int(first) + num_latents * self.vae.config.temporal_factor
         return torch.zeros(1, 3, frames, state.height, state.width, device=state.last_1CFhw.device)
@@ -306,10 +308,12 @@ class GreyCondition:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ImageStartedPipeline:
-    """Immutable base of `StreamingSession.own` for sessions that start with an image."""
+    """Base class of the immutable `StreamingSession.own` values of sessions that start with an
+    image.
+    """
 
     condition: ConditionState | None
-    """State of the conditioning, or None on ranks that embed no patches."""
+    """Conditioning state. None on ranks that do not embed patches."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         retained: Mapping[str, torch.Tensor] = (
@@ -326,12 +330,10 @@ class ImageStartedPipeline:
 
 
 class ImageStartedScalars(SessionScalars, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Scalar values in a session's snapshot, in the format that `ImageStartedSession.scalars`
-    writes.
-    """
+    """Scalars in a session's snapshot, in the format that `ImageStartedSession.scalars` returns."""
 
     condition_settled: bool | None
-    """Value of `ConditionState.settled`, or None if this rank has no conditioning."""
+    """Value of `ConditionState.settled`. None if this rank has no conditioning."""
     condition_encoded: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Value of `ConditionState.num_encoded`."""
 
@@ -340,7 +342,7 @@ World = TypeVar("World", bound=ImageStartedPipeline)
 
 
 class ImageStartedSession(StreamingSession[Window, World], Generic[Window, World]):
-    """A session that starts with an image. Its attribute `own` is an instance of the model family's
+    """A session that starts with an image. Its `own` attribute is an instance of the model family's
     subclass of `ImageStartedPipeline`.
     """
 
@@ -367,10 +369,10 @@ class ImageStartedSession(StreamingSession[Window, World], Generic[Window, World
         """Restore the conditioning from a snapshot.
 
         Args:
-            layout: Layout of the state, or None if this rank has no conditioning.
-            retained: Scalars of the snapshot.
-            saved: Tensors of the snapshot.
-            device: Device of the restored tensors.
+            layout: The state's layout. None if this rank has no conditioning.
+            retained: Scalars from the snapshot.
+            saved: Tensors from the snapshot.
+            device: Device for the restored tensors.
 
         Raises:
             RequestFailed: The snapshot is invalid (`invalid_snapshot`).
@@ -390,7 +392,7 @@ class ImageStartedSession(StreamingSession[Window, World], Generic[Window, World
 
 def image_warmup(omni: OmniConfig, space: ActionSpace) -> list[Inputs]:
     """Return the warm-up inputs for a first and a second chunk at the largest video size. The
-    second chunk is included because more frames are decoded for it.
+    second chunk is included because it decodes more frames than the first.
     """
     image = torch.zeros(omni.height, omni.width, 3, dtype=torch.uint8)
     images = dict.fromkeys(("image", *map(image_tensor, space.image_names)), image)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encodes a start image for cross-attention with the CLIP vision tower of Wan 2.1's image-to-video
+"""Encode a start image for cross-attention, using the CLIP vision tower of Wan 2.1's image-to-video
 models (ViT-H/14).
 
 The embeddings are the hidden states of all tokens before the tower's last layer, without the final
-norm. The last layer is therefore never built. The weights have either Wan's own names, in a file
-that also contains the text tower, or transformers' names.
+norm, so the last layer is never built. The weights have either Wan's own names, in a file that also
+contains the text tower, or transformers' names.
 """
 
 # S tokens, E width
@@ -29,7 +29,7 @@ class ImageEncoder(nn.Module):
     `load_image_encoder` loads them.
 
     Args:
-        config: `CLIPVisionConfig` values of the whole tower.
+        config: `CLIPVisionConfig` values for the whole tower.
         device: Device of the weights: torch's current default device (`model`), or host memory
             (`cpu`). With `cpu`, results are copied to the caller's device.
         dtype: Dtype of the weights.
@@ -53,7 +53,7 @@ class ImageEncoder(nn.Module):
         positions.copy_(torch.arange(positions.shape[1]).unsqueeze(0))
 
     def shapes(self) -> dict[str, Shape]:
-        """Return the shape of every tensor of the whole tower, including the last layer, by
+        """Return the shape of every tensor in the whole tower, including the last layer, keyed by
         name.
         """
         with torch.device("meta"):

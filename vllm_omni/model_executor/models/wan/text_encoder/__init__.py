@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The UMT5 text encoder of Wan."""
+"""Wan's UMT5 text encoder."""

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encodes prompts as text embeddings with umt5-xxl, and caches the embeddings of recent prompts.
+"""Encode prompts to text embeddings with umt5-xxl, and cache the embeddings of recent prompts.
 
 The encoder processes only valid tokens, and the transformer pads the embeddings with zeros. The
-embeddings of valid tokens equal those of the original, because attention in the original is
+embeddings of valid tokens are equal to the original's, because the original's attention is
 bidirectional and masks the padding. On CUDA, each prompt is padded to one of a few lengths, and
-each length has its own CUDA graph. Graphs are used because launching the kernels eagerly takes
+each length has its own CUDA graph. CUDA graphs are used because launching the kernels eagerly takes
 longer than running them.
 
-Only one of several ranks encodes (`ParallelContext.encodes`). On the other ranks, `AwaitedText`
-replaces the encoder. It allocates tensors for the text embeddings, and the worker fills these
-tensors before they are read (`worker/diffusion/shared_text.py`). Prompts are cleaned as in
-Robbyant/lingbot-world @ a43bec7, wan/modules/tokenizers.py, mode `whitespace`.
+If there are several ranks, only one of them encodes prompts (`ParallelContext.encodes`). On the
+other ranks, `AwaitedText` replaces the encoder. It allocates tensors for the text embeddings, and
+the worker fills these tensors before they are read (`worker/diffusion/shared_text.py`). Prompts are
+cleaned as in Robbyant/lingbot-world @ a43bec7, wan/modules/tokenizers.py, `whitespace` mode.
 
-`tokenizer.json` is read with the `tokenizers` library instead of transformers 5. Transformers 5
+`tokenizer.json` is read with the `tokenizers` library rather than with Transformers 5, which
 rebuilds a T5 tokenizer from the vocabulary alone. The rebuilt tokenizer lacks byte fallback and the
-id of the unknown token, so the ids of rare characters change.
+unknown token's id, so the ids of rare characters change.
 """
 
 # S valid tokens of a prompt, P padded ones, E text width
@@ -42,13 +42,13 @@ from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs, Inputs
 from vllm_omni.model_executor.models.wan.checkpoint.component_names import TEXT_RULES
 
 _SHORTEST = 64
-"""Minimum padded length in tokens. A smaller minimum would save no time, because for such short
-prompts the device spends more time reading the encoder's weights than computing.
+"""Minimum padded length in tokens. A smaller minimum would not save time, because for such short
+prompts, most of the encoder's run time is spent on reading its weights.
 """
 
 
 def padded_lengths(max_tokens: int) -> list[int]:
-    """Return the lengths to which prompts are padded: powers of two, followed by `max_tokens`."""
+    """Return the lengths that prompts are padded to: powers of two, followed by `max_tokens`."""
     lengths, length = [], _SHORTEST
     while length < max_tokens:
         lengths.append(length)
@@ -61,15 +61,16 @@ class TextEncoder(nn.Module):
 
     Args:
         config: `UMT5Config` values.
-        tokenizer: Folder with `tokenizer.json` or `spiece.model`, or None if no prompt is encoded.
+        tokenizer: Folder that contains `tokenizer.json` or `spiece.model`. None if no prompts will
+            be encoded.
         max_tokens: Maximum number of tokens. Longer prompts are truncated but retain the
             end-of-sequence token.
         device: Device of the weights: torch's current default device (`model`), or host memory
             (`cpu`). With `cpu`, results are copied to the caller's device.
         dtype: Dtype of the weights.
         cache_bytes: Maximum size in bytes of the cached text embeddings.
-        graphs: CUDA graphs of the encoder. At the first prompt, one is captured for every padded
-            length. If `graphs` is None, the encoder runs eagerly.
+        graphs: CUDA graphs for the encoder. On the first prompt, one graph is captured for each
+            padded length. If `graphs` is None, the encoder runs eagerly.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class TextEncoder(nn.Module):
         self._is_captured = False
         self._cache: OrderedDict[tuple[str, torch.device], torch.Tensor] = OrderedDict()
         self.cached_bytes = 0
-        """Size in bytes of the cached text embeddings. It does not exceed `cache_bytes`."""
+        """Size of the cached text embeddings in bytes, at most `cache_bytes`."""
 
     @property
     def text_dim(self) -> int:
@@ -114,10 +115,10 @@ class TextEncoder(nn.Module):
 
     @torch.no_grad()
     def encode(self, prompt: str, device: torch.device | str | None = None) -> torch.Tensor:
-        """Return the text embeddings [S, E] of a prompt, S <= max_tokens, in the encoder's dtype.
+        """Return a prompt's text embeddings [S, E], with S <= max_tokens, in the encoder's dtype.
 
         The result is on `device` (default: the encoder's device). The cache holds the same tensor,
-        so the caller must not write to it.
+        so the caller must not modify the result.
         """
         own = self.model.shared.weight.device
         target = torch.empty(0, device=own if device is None else device).device
@@ -161,7 +162,7 @@ class TextEncoder(nn.Module):
         return states_1PE[0]
 
     def _capture(self) -> None:
-        """Encode a prompt of every padded length twice, because the second run captures the
+        """Encode a prompt of each padded length twice, because the second run captures the
         graph.
         """
         self._is_captured = True
@@ -214,8 +215,8 @@ class AwaitedText:
         """Do nothing, because this class has no parameters."""
 
     def encode(self, prompt: str, device: torch.device | str) -> torch.Tensor:
-        """Return an uninitialised tensor [S, E] that the worker fills with the text embeddings of a
-        prompt before it is read.
+        """Return an uninitialised tensor [S, E]. The worker fills it with the prompt's text
+        embeddings before it is read.
         """
         return torch.empty(
             len(self.prompts.tokenize(prompt)), self._width, dtype=self._dtype, device=device
@@ -232,7 +233,7 @@ def text_encoder_of(
     dtype: torch.dtype,
     cuda_graphs: bool = False,
 ) -> "TextEncoder | AwaitedText | None":
-    """Build this rank's text encoder. Return None on a VAE stage and for an empty `config`.
+    """Build this rank's text encoder. Return None on a VAE stage or if `config` is empty.
 
     Args:
         parallel: Parallelism of this rank.
@@ -262,8 +263,8 @@ class PromptTokenizer:
     """Converts prompts to token ids.
 
     Args:
-        tokenizer: As for `TextEncoder`.
-        max_tokens: As for `TextEncoder`.
+        tokenizer: See `TextEncoder`.
+        max_tokens: See `TextEncoder`.
         vocabulary: Number of tokens in the encoder's embedding table.
 
     Raises:
@@ -280,8 +281,8 @@ class PromptTokenizer:
             )
 
     def tokenize(self, prompt: str) -> list[int]:
-        """Clean a prompt and return its token ids, including end-of-sequence. There are at most
-        `max_tokens` ids.
+        """Clean a prompt and return its token ids, at most `max_tokens` including the
+        end-of-sequence token.
         """
         if self.tokenizer is None:
             raise ValueError(
@@ -300,7 +301,9 @@ def clean_prompt(prompt: str) -> str:
 
 
 def prompt_key(prompt: str) -> str:
-    """Return the sha256 of a cleaned prompt. Prompts with equal keys have equal text embeddings."""
+    """Return the SHA-256 hash of a cleaned prompt. Prompts with equal keys have equal text
+    embeddings.
+    """
     return hashlib.sha256(clean_prompt(prompt).encode("utf-8", "replace")).hexdigest()
 
 
@@ -313,8 +316,8 @@ class Tokenizer(Protocol):
 
 
 class JsonTokenizer:
-    """Tokenizer loaded from a `tokenizer.json`. The template in that file appends the
-    end-of-sequence token.
+    """Tokenizer loaded from a `tokenizer.json`. The file's template appends the end-of-sequence
+    token.
     """
 
     def __init__(self, path: Path, max_tokens: int) -> None:
@@ -341,7 +344,7 @@ class SentencePieceTokenizer:
 
 def open_tokenizer(folder: Path, max_tokens: int) -> Tokenizer:
     """Open the tokenizer in `folder`. If the tokenizer is missing or unreadable, raise ValueError
-    with a single-line message.
+    with a one-line message.
     """
     readers: dict[str, Callable[[Path, int], Tokenizer]] = {
         "tokenizer.json": JsonTokenizer,
@@ -352,7 +355,7 @@ def open_tokenizer(folder: Path, max_tokens: int) -> Tokenizer:
             path = confined(folder, name)
             try:
                 return reader(path, max_tokens)
-            # For a damaged file, the two tokenizer libraries raise `Exception` itself or
+            # If the file is damaged, the tokenizer libraries raise a plain `Exception` or a
             # RuntimeError.
             except Exception as error:
                 raise ValueError(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shares the cross-attention K/V of a prompt between sessions (`SharedPrompts`). If consecutive
-sessions have the same prompt, the K/V are computed only once.
+"""Share a prompt's cross-attention K/V between sessions (`SharedPrompts`). If consecutive sessions
+have the same prompt, the K/V are computed only once.
 """
 
 from collections.abc import Callable, Hashable
@@ -15,12 +15,12 @@ from vllm_omni.model_executor.streaming.session import StreamingChunk
 
 
 class SharedPrompts:
-    """Caches the K/V of the latest prompt (up to 400 MiB for the released models). In addition,
-    each live session references the K/V of its own prompt.
+    """Caches the latest prompt's K/V (up to 400 MiB for the released models). In addition, each
+    live session references its own prompt's K/V.
 
     Args:
-        compute: Function that computes K/V from text embeddings. With tensor parallelism, it is a
-            collective operation.
+        compute: Function that computes K/V from text embeddings. It is collective under tensor
+            parallelism.
     """
 
     def __init__(self, compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -28,10 +28,10 @@ class SharedPrompts:
         self._newest: tuple[Hashable, torch.Tensor] | None = None
 
     def get(self, prompt: str, text: torch.Tensor) -> torch.Tensor:
-        """Return the K/V of `prompt`, computed from its text embeddings `text` with the active
-        adapters.
+        """Return the K/V for `prompt`, computed with the active adapters from the prompt's text
+        embeddings, `text`.
 
-        All callers share the result, so no caller may write to it.
+        Callers share the result, so they must not write to it.
         """
         key = prompt, weights_key()
         if self._newest is None or self._newest[0] != key:
@@ -39,28 +39,28 @@ class SharedPrompts:
         return self._newest[1]
 
     def complete_chunk(self, chunk: StreamingChunk[Any, Any]) -> None:
-        """Set the K/V of a chunk's prompt unless they are already set. With tensor parallelism,
-        this is a collective operation.
+        """Set the K/V for a chunk's prompt if they are not already set. This is collective under
+        tensor parallelism.
         """
         if chunk.cross_kv is None:
             assert chunk.text is not None
             chunk.cross_kv = self.get(chunk.prompt, chunk.text)
 
     def clear_prompt(self) -> None:
-        """Clear the cache. Call this after weights are reloaded."""
+        """Clear the cache. Call this after weights have been reloaded."""
         self._newest = None
 
 
 class HoldsPrompt(Protocol):
-    """A session or a chunk in flight, which a new chunk continues."""
+    """A session or a chunk in flight that a new chunk continues."""
 
     @property
     def prompt(self) -> str | None:
-        """Prompt of the session or chunk, or None if the session has no chunk yet."""
+        """Prompt of the session or chunk. None if the session has no chunk yet."""
 
     @property
     def cross_kv(self) -> torch.Tensor | None:
-        """Cross-attention K/V of the prompt, or None if they are not available."""
+        """Cross-attention K/V for the prompt. None if they are not available."""
 
 
 def known_cross_kv(before: HoldsPrompt, prompt: str, *, same_adapters: bool) -> torch.Tensor | None:
@@ -81,15 +81,15 @@ def encode_prompt(
     encoder: TextEncoder | AwaitedText,
     device: torch.device,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the text embeddings of a chunk's prompt and the result of `known_cross_kv`. Exactly
-    one of them is None.
+    """Return the text embeddings for a chunk's prompt, and the result of `known_cross_kv`. Exactly
+    one of the two is None.
 
     Args:
-        request: Request of the chunk.
+        request: The chunk request.
         prompt: Prompt of the chunk.
         before: Session or chunk that the new chunk continues.
-        encoder: Text encoder. It is used only if no K/V can be reused.
-        device: Device of the embeddings.
+        encoder: Text encoder, used only if no K/V can be reused.
+        device: Device for the embeddings.
     """
     with request.timer.stage("text"):
         known = known_cross_kv(before, prompt, same_adapters=request.same_adapters)

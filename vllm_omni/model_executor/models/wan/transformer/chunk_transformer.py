@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base class of the causal Wan transformers. One forward pass processes chunks of several sessions,
-each with its K/V window.
+"""Base class of the causal Wan transformers. One forward pass processes chunks from several
+sessions, each with its own K/V window.
 
 A chunk attends to its whole window without a mask, because the window contains only visible frames.
 The forward pass never synchronises the host with the device, because slots and lengths are integers
@@ -40,18 +40,18 @@ _KEPT_TIMESTEPS = 128
 controller alone uses 101 timesteps.
 """
 _MOST_JOINED_BYTES: Final = 2 << 30
-"""Maximum size in bytes of the graph inputs of a batch with several chunks. Larger batches run
-without a CUDA graph, because warm-up measures only the graph memory of a single chunk.
+"""Maximum size in bytes of the graph inputs for a batch with several chunks. Larger batches run
+without a CUDA graph, because warm-up measures graph memory for only one chunk.
 """
 
 
 class GraphView(KVView, Protocol):
     """A K/V window for forward passes in CUDA graphs.
 
-    `buffers` are the tensors that `write` and `attend` access in place. If two windows have the
+    `buffers` are the tensors that `write` and `attend` access in place. For two windows with the
     same `graph_key`, `write` and `attend` run the same kernels on the same slots, and only values
-    on the device may differ. If two windows have the same `graph_kind`, `write` and `attend` run
-    the same kernels, possibly on different slots.
+    on the device may differ. For two windows with the same `graph_kind`, `write` and `attend` run
+    the same kernels, but possibly on different slots.
     """
 
     @property
@@ -64,46 +64,46 @@ class GraphView(KVView, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkItem:
-    """Inputs of one batch entry. All tensors are on the model's device. All tensors except
-    `latents` are created once per chunk.
+    """Inputs for one batch entry. All tensors are on the model's device. Except for `latents`, they
+    are created once per chunk.
     """
 
     latents: torch.Tensor
-    """Latents, fp32 [16, F, h, w]: clean in the clean-context pass, otherwise noisy."""
+    """Latents, fp32 [16, F, h, w]. They are clean in the clean-context pass, otherwise noisy."""
     timestep: float
     """Timestep of the forward pass, in [0, 1000]."""
     frames: range
     """Absolute indices of the chunk's latent frames."""
     rope: tuple[torch.Tensor, torch.Tensor]
-    """Rotations (cos_TC, sin_TC) of the chunk's tokens on this rank, fp32."""
+    """Rotary tables (cos_TC, sin_TC) for the chunk's tokens on this rank, fp32."""
     cross_kv: torch.Tensor
-    """Result of `cross_attention_kv` for the layers of this stage, [layers, 2, S, N, H]."""
+    """Result of `cross_attention_kv` for this stage's layers, [layers, 2, S, N, H]."""
     window: GraphView
-    """K/V window of the session. The forward pass writes the K/V of `frames` to it."""
+    """The session's K/V window. The forward pass writes the K/V of `frames` to it."""
     clean_tokens: int = 0
-    """Number of leading tokens of the chunk, counted over all ranks, that have timestep 0 instead
+    """Number of the chunk's leading tokens, counted across all ranks, that have timestep 0 instead
     of `timestep`, because their latents are never noisy.
     """
     lead_tokens: int = 0
-    """Number of tokens of the chunk, counted over all ranks, that precede the tokens of `latents`.
+    """Number of the chunk's tokens, counted across all ranks, that precede the tokens of `latents`.
     `WanTransformer.embed` creates these tokens, and the network makes no prediction for them.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageItem(ChunkItem):
-    """A batch entry of a session that starts from an image."""
+    """A batch entry for a session that starts from an image."""
 
     condition: torch.Tensor | None
-    """Conditioning (mask and latents) [20, F, h, w], or None on stages after the first."""
+    """Conditioning (mask and latents) [20, F, h, w]. None on stages after the first."""
 
 
 class ChunkTransformer(WanTransformer[Config]):
-    """The layers of a causal network on one rank. Batch entries are `ChunkItem`s.
+    """One rank's layers of a causal network. Batch entries are `ChunkItem`s.
 
     Args:
-        config: Sizes of the network.
-        parallel: Parallelism of this rank. Default: a single rank.
+        config: The network's dimensions.
+        parallel: This rank's parallelism. Default: one rank.
         residual_fp32: Whether to keep the residual stream in fp32.
         compiled: Whether to compile the fused pointwise ops with torch.compile.
         cuda_graphs: Whether to replay forward passes as CUDA graphs (`ForwardGraphs`).
@@ -113,11 +113,11 @@ class ChunkTransformer(WanTransformer[Config]):
     fused_ops_type: ClassVar[type[FusedOps]] = FusedOps
     """Class of the model's fused pointwise ops."""
     moving_fields: ClassVar[tuple[str, ...]] = ("latents",)
-    """Fields of a batch entry that change between forward passes, in addition to `cross_kv` and
-    `rope`. Their values are tensors, lists of tensors, or None."""
+    """Batch entry fields that change between forward passes, in addition to `cross_kv` and `rope`.
+    Their values are tensors, lists of tensors, or None."""
     steady_fields: ClassVar[tuple[str, ...]] = ("cross_kv",)
     """Large fields that change between forward passes. Their tensors are never written to after
-    they are created.
+    creation.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class ChunkTransformer(WanTransformer[Config]):
         """Build the layers that a model family has in addition to the blocks."""
 
     def window_sizes(self, tokens_per_frame: int) -> dict[str, Any]:
-        """Return the constructor arguments of a `KVWindow` on this rank, except those for its
+        """Return the constructor arguments for a `KVWindow` on this rank, except those for its
         frames and storage.
         """
         return {
@@ -163,18 +163,19 @@ class ChunkTransformer(WanTransformer[Config]):
     def forward(
         self, items: Sequence[Any], hidden_BTD: torch.Tensor | None = None, *, kv_only: bool = False
     ) -> torch.Tensor:
-        """Predict the flow eps - x0 of every chunk, and write the chunk's K/V to its window.
+        """Predict each chunk's flow eps - x0, and write the chunk's K/V to its window.
 
-        With tensor or sequence parallelism, this is a collective operation.
+        This method is collective under tensor or sequence parallelism.
 
         Args:
             items: Chunks with equal F, h, w and `lead_tokens`.
-            hidden_BTD: Result of the previous pipeline stage, or None on the first stage.
-            kv_only: Whether only the K/V are needed. If so, the last stage stops after its last K/V
-                write and returns zeros.
+            hidden_BTD: Result of the previous pipeline stage. None on the first stage.
+            kv_only: Whether only the K/V are required. If so, the last stage stops after its last
+                K/V write and returns zeros.
 
         Returns:
-            On the last stage, the flow [B, 16, F, h, w], fp32; on earlier stages, hidden states.
+            On the last stage, the flow, fp32 [B, 16, F, h, w]. On earlier stages, the hidden
+            states.
         """
         inputs = self._time_inputs(items)
         if self.graphs is None:
@@ -217,8 +218,8 @@ class ChunkTransformer(WanTransformer[Config]):
         )
 
     def _moving(self, item: Any) -> Inputs:
-        """Return the tensors of a batch entry that change between forward passes. Their names
-        consist of the field and, for lists, the index.
+        """Return a batch entry's tensors that change between forward passes, keyed by name. A name
+        consists of the field and, for lists, the index.
         """
         cos, sin = item.rope
         moving: Inputs = {"cos": cos, "sin": sin}
@@ -268,8 +269,8 @@ class ChunkTransformer(WanTransformer[Config]):
         return unpatchify(patches[:, lead_tokens:], latents.shape[1:])
 
     def _time_inputs(self, items: Sequence[Any]) -> Inputs:
-        """Return the timestep embeddings of a batch by name: `time` [B, D] and `modulation` [B, 6,
-        D].
+        """Return a batch's timestep embeddings, keyed by name: `time` [B, D] and `modulation`
+        [B, 6, D].
 
         If a batch entry has clean tokens, the result also contains the embeddings of timestep 0,
         [1, D] and [6, D], and a mask of this rank's clean tokens, bool [B, T, 1].
@@ -293,7 +294,7 @@ class ChunkTransformer(WanTransformer[Config]):
         return inputs
 
     def _time(self, timestep: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the embedding e [D] of a timestep and its six modulation vectors E [6, D], fp32.
+        """Return a timestep's embedding e [D] and its six modulation vectors E [6, D], fp32.
 
         The result is cached until the weights change.
         """
@@ -315,7 +316,7 @@ class ChunkTransformer(WanTransformer[Config]):
 
 
 class ImageTransformer(ChunkTransformer[Config]):
-    """The layers of a causal network on one rank. Batch entries are `ImageItem`s."""
+    """One rank's layers of a causal network. Batch entries are `ImageItem`s."""
 
     moving_fields: ClassVar[tuple[str, ...]] = ("latents", "condition")
 

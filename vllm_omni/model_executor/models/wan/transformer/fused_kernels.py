@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""The fused pointwise ops of `fused_ops.py` as Triton kernels. Import this module only if Triton is
-available (`HAS_TRITON`).
+"""Triton kernels for the fused pointwise ops in `fused_ops.py`. Import this module only if Triton
+is available (`HAS_TRITON`).
 
 `fused_ops.py` defines what each op computes. A Triton program holds one token in registers, so each
-token is read and written only once. The program computes in fp32 and rounds once at the end.
-Shifts, scales, gates and rotations may be broadcast in any way and are read without a copy. The
+token is read and written only once. The program computes in fp32 and rounds once, at the end.
+Shifts, scales, gates and rotations can be broadcast in any way and are read without a copy. The
 launch parameters never depend on values in tensors. `benchmarks/elementwise_kernels.py` measures
-the speed of the kernels.
+the kernels' speed.
 """
 
 # B batch entries, T tokens, D width (of this rank), C = H/2 rotary channels of a head. Kernel
@@ -26,8 +26,8 @@ from vllm_omni.model_executor.layers.triton_or_names import tl, triton
 from vllm_omni.model_executor.layers.triton_rows import over_largest
 
 WARPS = 4
-"""Number of warps per program. With 5120 channels, 8 warps were slower, and 16 warps were slower
-still.
+"""Number of warps per program. With 5120 channels, 8 warps were slower than 4, and 16 warps were
+slower still.
 """
 GELU_WARPS = 8
 """Number of warps per GELU program. A program processes one FFN token of up to 13824 channels."""
@@ -42,8 +42,8 @@ def _residual_kernel(
     """Compute total = (x + gate * update) * factor + offset and normed = LN(total) * scale + shift.
     Terms and results whose arguments are None are skipped.
 
-    If `token_scales` is given, each token of `normed` is divided by a scale of its own, and the
-    scales are written to `token_scales`.
+    If `token_scales` is given, each token of `normed` is divided by its own scale, and the kernel
+    writes the scales to `token_scales`.
     """
     row = tl.program_id(0)
     batch, token = (row // tokens).to(tl.int64), (row % tokens).to(tl.int64)
@@ -134,7 +134,7 @@ def _store_kernel(
     N: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Write keys, processed as in `_rms_kernel`, to index 0 of `out` and values to index 1. If
-    `scales` is given, the keys and values of each head are divided by the head's scale.
+    `scales` is given, each head's keys and values are divided by the head's scale.
 
     A program holds all heads of one token: N heads of 2 C channels, padded to HEADS heads of 2
     PAIRS channels.
@@ -371,8 +371,8 @@ def _add_and_norm(
     moved: tuple[torch.Tensor, torch.Tensor] | None = None,
     plus_one: bool = True,
 ) -> None:
-    """Launch `_residual_kernel`. `modulation` contains the factor and the offset that are applied
-    after the norm. The two tensors must have equal strides.
+    """Launch `_residual_kernel`. `modulation` contains the factor and the offset to apply after the
+    norm. These two tensors must have equal strides.
     """
     shape, (scale, shift) = x.shape, modulation
     buffers = _strides(scale, shape)
@@ -421,7 +421,7 @@ def _rms(
 
 def _strides(tensor: torch.Tensor | None, shape: torch.Size) -> tuple[int, int]:
     """Return the batch and token strides of `tensor` after broadcasting it to `shape`, [(B,) T, D].
-    The channels of `tensor` must be contiguous.
+    The channels of `tensor` must be contiguous in memory.
     """
     if tensor is None:
         return 0, 0

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transformer's fused pointwise ops between matrix products and attention, as pure functions.
+"""The transformer's fused pointwise ops between the matrix products and attention, as pure
+functions.
 
-In eager mode, each elementary operation moves about 100 MB for the released models. When fused,
-each function reads its inputs only once. Tensors on CUDA use the kernels of `fused_kernels.py`, and
-other tensors use torch.compile. All functions compute in fp32 and round once at the end.
+In eager mode, each elementary operation moves about 100 MB for the released models. A fused
+function reads its inputs only once. For tensors on CUDA, the functions run as the kernels in
+`fused_kernels.py`. For other tensors, torch.compile compiles the functions. All functions run in
+fp32 and round once, at the end.
 """
 
 # x: the residual stream [..., T, D]; N heads, H head dim, C = H/2 rotary channels
@@ -33,7 +35,7 @@ def modulated_norm(
     dtype: torch.dtype,
     quantized: bool = False,
 ) -> Input:
-    """Return LN(x) * (1 + scale) + shift in `dtype`. Shift and scale are fp32 and may be
+    """Return LN(x) * (1 + scale) + shift in `dtype`. `shift` and `scale` are fp32 and can be
     broadcast over tokens.
     """
     normed = functional.layer_norm(x.float(), x.shape[-1:], eps=eps) * (1 + scale) + shift
@@ -50,11 +52,11 @@ def after_self_attention(
     moved: tuple[torch.Tensor, torch.Tensor] | None = None,
     quantized: bool = False,
 ) -> tuple[torch.Tensor, Input]:
-    """Add the gated result of attention, and return the sum and the sum's affine LayerNorm in the
+    """Add the gated attention result to `x`, and return the sum and its affine LayerNorm in the
     dtype of `weight`.
 
-    `moved` contains a factor and an offset that are applied to the sum before the norm. Both have
-    the shape of `x`. LingBot World uses them to condition on the camera.
+    `moved` contains a factor and an offset to apply to the sum before the norm. Both have the shape
+    of `x`. LingBot World uses them to condition on the camera.
     """
     x = (x + gate * update.float()).to(x.dtype)
     if moved is not None:
@@ -71,8 +73,8 @@ def after_cross_attention(
     eps: float,
     quantized: bool = False,
 ) -> tuple[torch.Tensor, Input]:
-    """Add the result of cross-attention, and return the sum and the sum's modulated LayerNorm in
-    the dtype of `update`.
+    """Add the cross-attention result to `x`, and return the sum and its modulated LayerNorm in the
+    dtype of `update`.
     """
     x = (x + update).to(x.dtype)
     return x, modulated_norm(x, shift, scale, eps, update.dtype, quantized)
@@ -88,7 +90,7 @@ def after_ffn(
     dtype: torch.dtype,
     quantized: bool = False,
 ) -> tuple[torch.Tensor, Input]:
-    """Add the gated FFN result, and return the sum and the sum's modulated norm for the next
+    """Add the gated FFN result to `x`, and return the sum and its modulated norm for the next
     block.
     """
     x = gated_add(x, update, gate)
@@ -101,21 +103,19 @@ def gelu_to_fp8(x: torch.Tensor) -> QuantizedActivation:
 
 
 def gated_add(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Return x + gate * update in the dtype of the residual stream."""
+    """Return x + gate * update in the residual stream's dtype."""
     return (x + gate * update.float()).to(x.dtype)
 
 
 def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares over the channels of this rank, in fp32. The last dimension is
-    kept.
-    """
+    """Return the sum of squares over this rank's channels, in fp32. The last dimension is kept."""
     return x.float().square().sum(-1, keepdim=True)
 
 
 def rms_scale(
     x: torch.Tensor, squares: torch.Tensor | None, weight: torch.Tensor, dim: int, eps: float
 ) -> torch.Tensor:
-    """Apply RMS normalisation in the dtype of `x`.
+    """Apply RMS normalisation. The result has the dtype of `x`.
 
     `squares` is the sum of squares over all `dim` channels, or None if `x` contains all `dim`
     channels.
@@ -133,7 +133,7 @@ def rms_rope(
     eps: float,
 ) -> torch.Tensor:
     """Apply `rms_scale`, split the channels into heads [..., T, N, H], and rotate the heads. The
-    returned tensor has the dtype of `x`.
+    result has the dtype of `x`.
     """
     heads = _scaled(x, squares, weight, dim, eps).unflatten(-1, (-1, 2 * cos_TC.shape[-1]))
     return apply_rope(heads, cos_TC, sin_TC).to(x.dtype)
@@ -151,7 +151,7 @@ def store_keys_values(
     stored_2TNH: torch.Tensor,
     scales_2N: torch.Tensor | None,
 ) -> None:
-    """Apply `rms_rope` to keys [T, D] and write them, with values [T, D], to a window's
+    """Apply `rms_rope` to the keys [T, D], and write the keys and the values [T, D] to a window's
     `KVSlot`.
     """
     keys = rms_rope(k, squares, weight, cos_TC, sin_TC, dim, eps)
@@ -169,7 +169,8 @@ def _scaled(
 @dataclass(frozen=True)
 class FusedOps(fused_ops.FusedOps):
     """The functions of this module in their fastest form: Triton kernels for tensors on CUDA, code
-    compiled for static shapes, or plain functions."""
+    compiled for static shapes, or plain functions.
+    """
 
     modulated_norm: Callable[..., Any] = modulated_norm
     after_self_attention: Callable[..., tuple[torch.Tensor, Any]] = after_self_attention

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that the Wan diffusion transformers share: embeddings, attention with K/V windows, and the
+"""Layers that the Wan diffusion transformers share: embeddings, attention over K/V windows, and the
 output head.
 
 The layers do not depend on sessions or schedules, because each batch entry provides its own K/V
@@ -40,8 +40,8 @@ from vllm_omni.model_executor.models.wan.transformer.timesteps import TimestepEm
 
 
 class AttentionItem(WindowItem, Protocol):
-    """One batch entry: a chunk with its self-attention window and the cross-attention K/V of its
-    prompt, [layers, 2, S, N, H].
+    """One batch entry: a chunk with its self-attention window and its prompt's cross-attention K/V,
+    [layers, 2, S, N, H].
     """
 
     @property
@@ -49,8 +49,8 @@ class AttentionItem(WindowItem, Protocol):
 
 
 class PatchEmbedding(nn.Module):
-    """The (1, 2, 2) patch convolution, computed as a matrix product over the tokens of
-    `patchify`.
+    """The (1, 2, 2) patch convolution, computed as a matrix product over the tokens that `patchify`
+    returns.
     """
 
     def __init__(self, config: WanConfig) -> None:
@@ -93,7 +93,7 @@ class SelfAttention(nn.Module):
         exchange: WindowAttention,
         write_only: bool,
     ) -> torch.Tensor | None:
-        """Write the K/V of `layer` to the windows, and return the result of attention. If
+        """Write the K/V for `layer` to the windows, and return the attention result. If
         `write_only` is true, return None after the write.
         """
         q, k, v = self.qkv(x_BTD).chunk(3, dim=-1)
@@ -156,7 +156,7 @@ class CrossAttention(nn.Module):
         self.o = RowLinear(dim, dim, parallel, quant_config, f"{prefix}.o")
 
     def keys_values(self, text_SD: torch.Tensor) -> torch.Tensor:
-        """Return the cross-attention K and V [2, S, N, H] of a prompt."""
+        """Return a prompt's cross-attention K and V, [2, S, N, H]."""
         k, v = self.kv(text_SD).chunk(2, dim=-1)
         return torch.stack((self._normed(k, self.norm_k), v)).unflatten(-1, (-1, self.head_dim))
 
@@ -218,8 +218,8 @@ def embed_time(
     time_projection: nn.Sequential,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the embeddings e [B, D] of timesteps and the six modulation vectors E [B, 6, D] of
-    each, fp32.
+    """Return the timesteps' embeddings e [B, D] and their six modulation vectors E [B, 6, D],
+    fp32.
     """
     half = freq_dim // 2
     frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
@@ -241,7 +241,7 @@ def patchify(x: torch.Tensor) -> torch.Tensor:
 
 def unpatchify(tokens_BLP: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
     """Rearrange predictions [B, L, 4 * c] to latents [B, c, F, h, w]. The tokens have the same
-    order as in `patchify`, but the values of each token have the order (row, column, channel).
+    order as in `patchify`, but each token's values have the order (row, column, channel).
     """
     frames, height, width = size
     cells = tokens_BLP.view(-1, frames, height // 2, width // 2, 2, 2, tokens_BLP.shape[-1] // 4)
@@ -262,8 +262,8 @@ def linear_fp32(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def squares_of_all_ranks(
     fused_ops: FusedOps, parallel: ParallelContext, *parts: torch.Tensor
 ) -> Sequence[torch.Tensor | None]:
-    """Return the sum of squares of each tensor over the channels of all ranks. A single collective
-    serves all tensors. If every rank has all channels, return None for each tensor.
+    """Return each tensor's sum of squares over the channels of all ranks, using one collective for
+    all tensors. If every rank has all channels, return None for each tensor.
     """
     if parallel.tensor_size == 1:
         return [None] * len(parts)
@@ -273,7 +273,7 @@ def squares_of_all_ranks(
 
 
 def stack_inputs(parts: Sequence[Input]) -> Input:
-    """Apply `stack` to inputs of linear layers. Either all or none of the inputs must be
+    """Apply `stack` to linear layer inputs. Either all of the inputs or none of them must be
     quantized.
     """
     plain = [part for part in parts if isinstance(part, torch.Tensor)]

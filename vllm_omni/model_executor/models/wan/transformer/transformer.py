@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base class of the Wan diffusion transformers: the layers of one rank and the forward pass of a
+"""Base class of the Wan diffusion transformers: one rank's layers, and the forward pass for a
 batch.
 
-A rank holds a tensor-parallel shard or a pipeline stage, or it processes a part of the tokens. The
+A rank holds a tensor-parallel shard or a pipeline stage, or it processes some of the tokens. The
 transformer does not depend on sessions, requests or schedules. Each model family defines its input
 channels (`WanTransformer.channels`) and overrides parts of the blocks where necessary (for example
 `WanBlock.attend`).
@@ -51,14 +51,14 @@ from vllm_omni.model_executor.models.wan.transformer.timesteps import TimestepEm
 Config = TypeVar("Config", bound=WanConfig)
 
 Update = tuple[torch.Tensor, torch.Tensor]
-"""A pending addition to the residual stream: the FFN result [B, T, D] of a block, and the gate of
-this result.
+"""A pending addition to the residual stream: a block's FFN result [B, T, D], and the gate for this
+result.
 """
 
 
 class WanItem(AttentionItem, Protocol):
-    """One batch entry of a forward pass. `rope` contains the fp32 rotations (cos_TC, sin_TC) of
-    this rank's tokens.
+    """One batch entry in a forward pass. `rope` contains the fp32 rotary tables (cos_TC, sin_TC)
+    for this rank's tokens.
     """
 
     @property
@@ -94,7 +94,7 @@ class FeedForward(nn.Sequential):
 
 
 class WanBlock(nn.Module):
-    """One transformer block. `index` is the index of the block within this stage."""
+    """One transformer block. `index` is the block's index within this stage."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class WanBlock(nn.Module):
         self.ffn = FeedForward(config, parallel, fused_ops, quant_config, f"{prefix}.ffn")
 
     def takes_quantized(self) -> bool:
-        """Return whether all layers that read the input of self-attention accept FP8 inputs."""
+        """Return whether all layers that read the self-attention input accept FP8 inputs."""
         return takes_quantized(self.self_attn.qkv)
 
     def attend(
@@ -132,7 +132,7 @@ class WanBlock(nn.Module):
         exchange: WindowAttention,
         write_only: bool,
     ) -> torch.Tensor | None:
-        """Return the result of self-attention before gating. The arguments are those of
+        """Return the self-attention result before gating. The arguments are those of
         `SelfAttention`.
         """
         attended: torch.Tensor | None = self.self_attn(
@@ -147,8 +147,8 @@ class WanBlock(nn.Module):
         gate: torch.Tensor,
         items: Sequence[Any],
     ) -> tuple[torch.Tensor, Input]:
-        """Add the gated self-attention to the residual stream. Return the residual stream and
-        the input of cross-attention.
+        """Add the gated self-attention result to the residual stream. Return the residual stream
+        and the cross-attention input.
         """
         norm3, quantized = self.norm3, takes_quantized(self.cross_attn.q)
         return self.fused_ops.after_self_attention(
@@ -163,8 +163,8 @@ class WanBlock(nn.Module):
         scale: torch.Tensor,
         items: Sequence[Any],
     ) -> tuple[torch.Tensor, Input]:
-        """Add cross-attention to the residual stream. Return the residual stream and the input
-        of the FFN.
+        """Add the cross-attention result to the residual stream. Return the residual stream and the
+        FFN input.
         """
         quantized = takes_quantized(self.ffn[0])
         return self.fused_ops.after_cross_attention(
@@ -184,8 +184,8 @@ class WanBlock(nn.Module):
         """Run one block. Both its input and its output consist of the residual stream and a pending
         update.
 
-        The update is left for the next block, which can add and normalise in a single pass over
-        memory. If `write_only` is true, stop after the K/V are written.
+        The update is left to the next block, which can add and normalise in one pass over memory.
+        If `write_only` is true, the block stops after writing the K/V.
         """
         shift1, scale1, gate1, shift2, scale2, gate2 = time.plus(self.modulation)
         dtype, quantized, x = self.norm3.weight.dtype, self.takes_quantized(), x_BTD
@@ -206,28 +206,28 @@ class WanBlock(nn.Module):
 
 
 class WanTransformer(StageNetwork, Generic[Config]):
-    """The layers of a network on one rank, except for the head. The constructor creates
-    uninitialised parameters in torch's default dtype on torch's default device.
+    """One rank's layers of a network, except for the head. The constructor creates uninitialised
+    parameters with torch's default dtype, on torch's default device.
 
     Args:
-        config: Sizes of the network.
-        parallel: Parallelism of this rank, or None for a single rank.
+        config: The network's dimensions.
+        parallel: This rank's parallelism. Default: one rank.
         fused_ops: Fused pointwise ops.
         residual_fp32: Whether to keep the residual stream in fp32 instead of the model's dtype.
-        quantization: vLLM's config for the blocks' linear layers, except `high_precision` and
-            `int8_weights`.
-        prefix: Name of the network in the pipeline. Quantization configs refer to it.
+        quantization: vLLM's config for the blocks' linear layers, except for the layers in
+            `high_precision` and `int8_weights`.
+        prefix: Name of the network in the pipeline. Quantization configs refer to this name.
     """
 
     block_type: ClassVar[type[WanBlock]] = WanBlock
     """Class of the blocks."""
     high_precision: ClassVar[tuple[str, ...]] = ()
-    """`fnmatch` patterns of linear layers in the blocks that are never quantized. The embeddings,
-    time and text layers, modulation and head are never quantized either, because they are plain
-    torch layers.
+    """`fnmatch` patterns for the blocks' linear layers that are never quantized. The embeddings,
+    time and text layers, modulation and head are not quantized either, because they are plain torch
+    layers.
     """
     int8_weights: ClassVar[tuple[str, ...]] = ()
-    """`fnmatch` patterns of linear layers in the blocks that use int8 weights and unquantized
+    """`fnmatch` patterns for the blocks' linear layers that use int8 weights and unquantized
     inputs.
     """
 
@@ -275,8 +275,8 @@ class WanTransformer(StageNetwork, Generic[Config]):
         )
 
     def _block(self, layer: int, index: int, fused_ops: FusedOps) -> WanBlock:
-        """Build a block without weights. `layer` is its index in the whole network, and `index` is
-        its index in this stage.
+        """Build a block without weights. `layer` is the block's index in the whole network, and
+        `index` is its index in this stage.
         """
         name, block = f"{self.prefix}.blocks.{layer}", self._block_type(layer)
         return block(self.config, self.parallel, fused_ops, index, self.quant_config, name)
@@ -292,7 +292,7 @@ class WanTransformer(StageNetwork, Generic[Config]):
         )
 
     def embed_context(self, text_SE: torch.Tensor) -> torch.Tensor:
-        """Project an encoder's embeddings to the input [S, D] of cross-attention keys and
+        """Project an encoder's embeddings to the input [S, D] for cross-attention keys and
         values.
         """
         embedded: torch.Tensor = self.text_embedding(text_SE)
@@ -315,24 +315,24 @@ class WanTransformer(StageNetwork, Generic[Config]):
 
     @property
     def num_cross_heads(self) -> int:
-        """Return the number of heads in this rank's cross-attention K/V. With sequence parallelism,
-        every rank has all heads.
+        """Return the number of heads in this rank's cross-attention K/V. Under sequence
+        parallelism, every rank has all heads.
         """
         return self.config.num_heads // self.parallel.tensor_size
 
     @property
     def cross_kv_nbytes(self) -> int:
-        """Return the size in bytes of the `cross_attention_kv` of one prompt."""
+        """Return the size in bytes of one prompt's `cross_attention_kv`."""
         elements = self.num_cross_heads * self.config.head_dim * self.config.text_len
         return 2 * self.num_local_layers * elements * self.dtype.itemsize
 
     def num_tokens(self, latents: torch.Tensor) -> int:
-        """Return the number of tokens L of a chunk [channels, F, h, w]."""
+        """Return the number of tokens L in a chunk [channels, F, h, w]."""
         return latents[0].numel() // (self.config.patch_size[1] * self.config.patch_size[2])
 
     def rope(self, frames: range, size: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rotations (cos_TC, sin_TC), fp32, of a chunk's tokens on this rank. `size`
-        is the shape of the latents, [channels, F, h, w].
+        """Return the rotary tables (cos_TC, sin_TC) for a chunk's tokens on this rank, fp32. `size`
+        is the latents' shape, [channels, F, h, w].
         """
         _, patch_height, patch_width = self.config.patch_size
         cos, sin = rope_tables(
@@ -348,17 +348,19 @@ class WanTransformer(StageNetwork, Generic[Config]):
         raise NotImplementedError
 
     def embed(self, items: Sequence[Any], own: slice) -> torch.Tensor:
-        """Return the first stage's embeddings [B, T, D] of the tokens `own` of each batch entry."""
+        """Return the first stage's embeddings [B, T, D] of the tokens in `own`, for each batch
+        entry.
+        """
         tokens = stack([patchify(self.channels(item))[own] for item in items])
         embedded: torch.Tensor = self.patch_embedding(tokens)
         return embedded
 
     def cross_attention_kv(self, text_SE: torch.Tensor) -> torch.Tensor:
-        """Return the cross-attention K/V [layers, 2, text_len, N, H] of this stage's blocks for
-        text embeddings.
+        """Return the cross-attention K/V [layers, 2, text_len, N, H] that this stage's blocks
+        compute from text embeddings.
 
         Shorter prompts are padded with zeros. As in the original, cross-attention also attends to
-        the padding. With tensor parallelism, this is a collective operation.
+        the padding. This method is collective under tensor parallelism.
 
         Raises:
             ValueError: The prompt is longer than `text_len`, or its embeddings have the wrong
@@ -384,13 +386,13 @@ class WanTransformer(StageNetwork, Generic[Config]):
         """Run this stage's blocks. On the first stage (`hidden_BTD` is None), embed the batch
         first.
 
-        With tensor or sequence parallelism, this is a collective operation.
+        This method is collective under tensor or sequence parallelism.
 
         Args:
             items: Batch entries with equal F, h, w.
-            hidden_BTD: Result of the previous stage, or None on the first stage.
+            hidden_BTD: Result of the previous stage. None on the first stage.
             time: Timestep embeddings with six vectors each.
-            num_tokens: Number L of tokens of a batch entry, over all ranks.
+            num_tokens: Number of tokens L in a batch entry, across all ranks.
             kv_only: Whether the last stage stops after its last K/V write.
 
         Returns:

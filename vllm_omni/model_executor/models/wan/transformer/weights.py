@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor names and shapes of a text-conditioned Wan transformer, and rename tables from diffusers'
-names to Wan's own names.
+"""Tensor names and shapes of a text-conditioned Wan transformer, and tables that rename diffusers'
+names to Wan's own.
 
-Causal and bidirectional networks have the same tensors. A network with a camera has additional
-tensors. The model families use these tables to load weights.
+Causal and bidirectional networks have the same tensors. A network with a camera input has
+additional tensors. The model families use these tables to load weights.
 """
 
 import re
@@ -15,7 +15,7 @@ from vllm_omni.model_executor.checkpoint.tensor_files import Shape
 from vllm_omni.model_executor.models.wan.architecture import WanConfig
 
 HEAD_DIM = 128
-"""Number of channels per head in every released network. It cannot be derived from tensor shapes.
+"""Number of channels per head in all released networks. It cannot be derived from tensor shapes.
 """
 
 Sizes = tuple[int | str, ...]
@@ -42,7 +42,7 @@ TRANSFORMER_RULES: Rules = (
     (r"\.ffn\.net\.2\.", ".ffn.2."),
 )
 """Mapping to Wan's own tensor names. It removes the prefixes that training wrappers add, and
-renames diffusers' names. Wan's own names are not changed.
+renames diffusers' names. Wan's own names do not change.
 """
 
 IMAGE_RULES: Rules = (
@@ -51,7 +51,7 @@ IMAGE_RULES: Rules = (
     (r"^condition_embedder\.image_embedder\.ff\.net\.2\.", "img_emb.proj.3."),
     (r"^condition_embedder\.image_embedder\.norm2\.", "img_emb.proj.4."),
 )
-"""Mapping of diffusers' names to Wan's own names for `IMAGE_TENSORS`."""
+"""Mapping from diffusers' names to Wan's own names for `IMAGE_TENSORS`."""
 
 TRANSFORMER_TENSORS: dict[str, Sizes] = {
     "patch_embedding.weight": ("D", "I", 1, 2, 2),
@@ -83,7 +83,8 @@ IMAGE_TENSORS: dict[str, Sizes] = {
     "img_emb.proj.4.weight": ("D",),
     "img_emb.proj.4.bias": ("D",),
 }
-"""Tensors of a network that attends to an image. X is the width of the image embeddings."""
+"""Additional tensors of a network that attends to an image. X is the width of the image
+embeddings."""
 
 BLOCK_TENSORS: dict[str, Sizes] = {
     "modulation": (1, 6, "D"),
@@ -105,12 +106,12 @@ BLOCK_TENSORS: dict[str, Sizes] = {
     "ffn.2.weight": ("D", "F"),
     "ffn.2.bias": ("D",),
 }
-"""Tensors of each block, named `blocks.N.<name>`. F is the width of the feed-forward layer."""
+"""Tensors of each block, named `blocks.N.<name>`. F is the feed-forward layer's width."""
 
 
 def transformer_shapes(config: WanConfig) -> dict[str, Shape]:
-    """Return the shape of every tensor of this architecture by name. A 1.3B model has 825 tensors,
-    and a 14B model has 1095.
+    """Return the shape of every tensor in this architecture, keyed by name. A 1.3B model has 825
+    tensors, and a 14B model has 1095.
     """
     return network_shapes(config, TRANSFORMER_TENSORS, BLOCK_TENSORS)
 
@@ -124,13 +125,13 @@ def stored_sizes(
         "text_embedding.0.weight", "img_emb.proj.3.weight"
     ] = "text_embedding.0.weight",
 ) -> dict[str, int]:
-    """Derive the sizes of a network from its tensor shapes, and return them under the original's
+    """Derive a network's dimensions from its tensor shapes, and return them under the original's
     `config.json` keys.
 
     Args:
-        shapes: Tensor shapes by Wan's own names.
+        shapes: Tensor shapes, keyed by Wan's own names.
         where: Name of the weights in error messages.
-        num_heads: Number of heads in the config, or None if the config does not contain it.
+        num_heads: Number of heads in the config. None if the config does not specify it.
         context: Name of the layer that projects the encoder's embeddings.
 
     Raises:
@@ -162,7 +163,7 @@ def stored_sizes(
 def network_shapes(
     config: WanConfig, outside: Mapping[str, Sizes], block: Mapping[str, Sizes], **more_sizes: int
 ) -> dict[str, Shape]:
-    """Return the tensor shapes of a network that the tables `outside` and `block` describe.
+    """Return the tensor shapes of the network that the `outside` and `block` tables describe.
     `more_sizes` defines additional letters.
     """
     patch = config.patch_size[1] * config.patch_size[2]

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decodes the clean latents of one chunk to video frames with Wan's decoder or the tiny decoder.
+"""Decode a chunk's clean latents to video frames with Wan's decoder or the tiny decoder.
 
-A decoder that also decoded the previous chunk continues from its features (`VAECache`), so the
-frames of a stream equal those of a decode of the whole clip. A decoder restarts if the other
-decoder decoded the previous chunk, or if `continuation` is `restart` (as in the extensions of PR
-3701). On a restart, the decoder first decodes the last latents before the chunk again and discards
-the resulting frames, so the number of frames is the same as in an uninterrupted stream. The
-accuracy of a restart depends on the decoder:
+A decoder that also decoded the previous chunk continues from its features (`VAECache`), so a
+stream's frames are equal to those of a clip that is decoded in one call. A decoder restarts if the
+other decoder decoded the previous chunk, or if `continuation` is `restart` (as in PR 3701's
+extensions). On a restart, the decoder first decodes the last latents before the chunk again and
+discards the resulting frames, so the number of frames is the same as in an uninterrupted stream.
+The accuracy of a restart depends on the decoder:
 
-- The output of the tiny decoder depends on `REACH` earlier latents, all of which are decoded again,
-  so its frames equal those of an uninterrupted stream.
+- The tiny decoder's output depends on `REACH` earlier latents, all of which are decoded again, so
+  its frames are equal to those of an uninterrupted stream.
 - The output of Wan's decoder depends on dozens of earlier latents, of which only `RESTART_LATENTS`
-  are decoded again (one causal convolution depends on two). Its frames are therefore approximate,
-  and the error fades as the stream continues. Decoding more latents again would be more accurate
-  but slower.
+  are decoded again (one causal convolution depends on two). As a result, its frames are
+  approximate, and the error fades as the stream continues. Decoding more latents again would be
+  more accurate but slower.
 """
 
 # C channels, F latent frames, h, w latent cells, T video frames, H, W pixels
@@ -39,22 +39,22 @@ from vllm_omni.tensors.saved import SavedTensors
 
 RESTART_LATENTS = 2
 _JOINED_CELLS = 4096
-"""Maximum number of latent cells per frame, summed over all streams that are decoded together.
-Above this size, decoding is compute-bound.
+"""Maximum number of latent cells per frame, summed over all streams decoded together. Above this
+size, decoding is compute-bound.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class DecoderState:
-    """Immutable decoder state of a stream. Forks of a session share it."""
+    """Immutable decoder state of a stream, shared by a session's forks."""
 
     cache: VAECache | None
-    """Features of the decoder that decoded the last chunk, or None if the next chunk requires a
+    """Features of the decoder that decoded the last chunk. None if the next chunk requires a
     restart.
     """
     newest: torch.Tensor | None = None
-    """The last latents [1, C, F, h, w], fp32, as many as a restart requires, or None if no restart
-    can occur.
+    """The last latents, as many as a restart requires, fp32 [1, C, F, h, w]. None if no restart can
+    occur.
     """
     tiny: bool = False
     """Whether the tiny decoder decoded the last chunk."""
@@ -64,7 +64,7 @@ class DecoderState:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors by the names used in digests and snapshots. The names identify the
+        """Return the tensors, keyed by their names in digests and snapshots. The names identify the
         decoder.
         """
         cache = {} if self.cache is None else self.cache.tensors()
@@ -86,19 +86,18 @@ class DecoderLayout:
     """Shapes of a stream's `DecoderState` on this rank."""
 
     latents: tuple[int, int, int]
-    """Number of channels, height and width of the latents for whole frames."""
+    """Channel count, height and width of the latents for whole frames."""
     main: CacheLayout | None
-    """Layout of the main decoder's cache, or None if it has no cache on this rank."""
+    """Layout of the main decoder's cache. None if it has no cache on this rank."""
     tiny: CacheLayout | None
-    """Layout of the tiny decoder's cache, or None if the tiny decoder has no cache or is not
-    loaded.
+    """Layout of the tiny decoder's cache. None if the tiny decoder has no cache or is not loaded.
     """
 
     def restore(
         self, saved: SavedTensors, device: torch.device | str, num_latents: int
     ) -> DecoderState:
-        """Restore the state that was saved after `num_latents` latent frames. The server that saved
-        the state may have used other decoders.
+        """Restore the state saved after `num_latents` latent frames. The server that saved the
+        state may have used other decoders.
 
         Raises:
             RequestFailed: A tensor is missing or has a different shape or dtype
@@ -132,16 +131,16 @@ class DecoderLayout:
 
 
 class ChunkDecoder:
-    """Decodes chunks of any session. It stores no session state.
+    """Decodes chunks of any session. This class does not store session state.
 
     Args:
-        main: Autoencoder that decodes a chunk unless the tiny decoder is requested. It must have
+        main: Autoencoder that decodes a chunk if the tiny decoder is not requested. It must have
             been built with its decoder.
         tiny: The tiny decoder, or None if it is not loaded.
-        rounding: Rounding of pixels to uint8.
-        continuation: How `main` decodes the next chunk of a stream: from its cache, or with a
+        rounding: How pixels are rounded to uint8.
+        continuation: How `main` decodes a stream's next chunk: from the stream's cache, or with a
             restart (see the module docstring).
-        largest_cells: Number of latent cells per frame of the largest stream. Streams of this size
+        largest_cells: Number of latent cells per frame in the largest stream. Streams of this size
             are decoded together as long as their total fits into `_JOINED_CELLS`; smaller streams
             are decoded together up to the same total. If not even one stream of the largest size
             fits, the limit is `_JOINED_CELLS`. Warm-up measures the memory for these sizes.
@@ -183,7 +182,7 @@ class ChunkDecoder:
 
         Args:
             latents_1CFhw: Clean latents of the chunk.
-            before: State after the previous chunk, or None if the stream starts with this chunk.
+            before: State after the previous chunk. None if the stream starts with this chunk.
             tiny: Whether to use the tiny decoder. Requires `can_be_tiny`.
 
         Returns:
@@ -216,9 +215,9 @@ class ChunkDecoder:
         *,
         tiny: bool = False,
     ) -> tuple[torch.Tensor | None, DecoderState]:
-        """Decode the next latents of a stream like `decode`, and return uint8 frames [T, H, W, 3]
-        and the new state. If ranks decode bands of rows, the frames are None on all ranks except
-        the first.
+        """Decode a stream's next latents as `decode` does, and return uint8 frames [T, H, W, 3] and
+        the new state. If ranks decode bands of rows, the frames are None on all ranks except the
+        first.
         """
         pixels, state = self.decode(latents_CFhw.unsqueeze(0), before, tiny=tiny)
         frames = to_uint8(pixels, self.rounding)
@@ -234,8 +233,8 @@ class ChunkDecoder:
         return [(to_uint8(pixels, self.rounding), state) for pixels, state in decoded]
 
     def most_streams(self, before: DecoderState | None, latents_CFhw: torch.Tensor) -> int:
-        """Return how many chunks of this size can be decoded together (`decode_together`), or 1 if
-        each chunk must be decoded separately.
+        """Return the number of chunks of this size that can be decoded together
+        (`decode_together`), or 1 if each chunk must be decoded separately.
         """
         if (
             before is None
@@ -250,8 +249,8 @@ class ChunkDecoder:
     def decode_together(
         self, latents_1CFhw: Sequence[torch.Tensor], before: Sequence[DecoderState]
     ) -> list[tuple[torch.Tensor, DecoderState]]:
-        """Decode chunks of up to `most_streams` streams with `main` in one pass. The results equal
-        those of `decode` within rounding error.
+        """Decode chunks from up to `most_streams` streams with `main` in one pass. The results are
+        equal to those of `decode` within rounding error.
         """
         cache = VAECache.joined([state.cache for state in before if state.cache is not None])
         pixels_B3THW, cache = self.main.decode(torch.cat(list(latents_1CFhw)), cache)
@@ -275,8 +274,8 @@ class ChunkDecoder:
         return both[:, :, -self._num_retained :].float().clone()
 
     def state_layout(self, height: int, width: int) -> DecoderLayout:
-        """Return the layout of the state of a stream of `height` x `width` pixels, without running
-        a decoder.
+        """Return the state layout for a stream of `height` x `width` pixels, without running a
+        decoder.
         """
         return DecoderLayout(
             self._latents(height, width),
@@ -285,8 +284,8 @@ class ChunkDecoder:
         )
 
     def state_nbytes(self, height: int, width: int) -> int:
-        """Return the maximum size in bytes of the state of a stream of `height` x `width` pixels,
-        without running a decoder.
+        """Return the maximum state size in bytes for a stream of `height` x `width` pixels, without
+        running a decoder.
         """
         caches = [] if self._restarts else [self.main.decoder_cache_nbytes(height, width)]
         caches += [] if self.tiny is None else [self.tiny.decoder_cache_nbytes(height, width)]

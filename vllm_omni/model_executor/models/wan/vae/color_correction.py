@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Corrects the colours of decoded frames by matching the Lab statistics of every frame to a target.
+"""Correct the colours of decoded frames by matching each frame's Lab statistics to a target.
 
-Without a correction, the colours of a long stream drift. The target for a session's first chunk is
-the chunk's first frame, and the target for a later chunk is the last corrected frame of the
-previous chunk. The correction state of a stream therefore consists of six values (mean and standard
-deviation of three channels). The conversion to Lab follows the textbook formula (sRGB transfer
-curve, D65).
+Without correction, a long stream's colours drift. The target for a session's first chunk is the
+chunk's first frame, and the target for a later chunk is the previous chunk's last corrected frame.
+A stream's correction state thus consists of six values (the mean and standard deviation of three
+channels). The conversion to Lab follows the textbook formula (sRGB transfer curve, D65).
 """
 
 # T video frames
@@ -40,12 +39,12 @@ torch.compile fails on a module's NumPy arrays.
 _RGB_OF_XYZ: Final[list[list[float]]] = np.linalg.inv(np.array(_XYZ_OF_RGB)).tolist()
 _CURVED: Final = 0.04045
 _CUBIC: Final = 0.008856
-"""Threshold above which the transfer function of Lab is a cube root instead of linear. `_CURVED` is
-the corresponding threshold of the sRGB transfer curve.
+"""Threshold above which Lab's transfer function is a cube root rather than linear. `_CURVED` is the
+corresponding threshold of the sRGB transfer curve.
 """
 _SLOPE, _OFFSET = 7.787, 16 / 116
 _SMALLEST = 1e-6
-"""Lower bound on a standard deviation, which avoids a division by zero for single-colour frames."""
+"""Lower bound for standard deviations, which prevents division by zero for single-colour frames."""
 _TARGET = "color_target"
 
 
@@ -72,13 +71,13 @@ def rgb_of_lab(lab_T3HW: torch.Tensor) -> torch.Tensor:
 
 
 def _mixed(planes_T3HW: torch.Tensor, matrix_33: Sequence[Sequence[float]]) -> list[torch.Tensor]:
-    """Return the three planes that result from multiplying the colour vectors by `matrix_33`."""
+    """Multiply the colour vectors by `matrix_33`, and return the three resulting planes."""
     first, second, third = planes_T3HW.unbind(1)
     return [a * first + b * second + c * third for a, b, c in matrix_33]
 
 
 def lab_statistics(lab_T3HW: torch.Tensor) -> torch.Tensor:
-    """Return the mean and standard deviation of each channel of each frame, [T, 2, 3]."""
+    """Return the mean and standard deviation of each channel in each frame, [T, 2, 3]."""
     deviation, mean = torch.std_mean(lab_T3HW, dim=(2, 3), correction=0)
     return torch.stack((mean, deviation), dim=1)
 
@@ -86,11 +85,11 @@ def lab_statistics(lab_T3HW: torch.Tensor) -> torch.Tensor:
 def correct_frames(
     rgb_T3HW: torch.Tensor, target_23: torch.Tensor | None, strength: float | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Correct the frames of a chunk.
+    """Correct a chunk's frames.
 
     Args:
         rgb_T3HW: Frames in [0, 1].
-        target_23: Statistics that every frame is given, or None for the statistics of the first
+        target_23: Statistics that all frames are matched to. None: the statistics of the first
             frame.
         strength: Weight of the corrected frames in the result, in [0, 1].
 
@@ -115,12 +114,12 @@ def correct_frames(
 
 @dataclass(frozen=True, eq=False)
 class CorrectedState:
-    """Immutable state of a stream's decoder and colour correction. Forks of a session share it."""
+    """Immutable decoder and colour correction state of a stream, shared by a session's forks."""
 
     decoder: DecoderState
     """State of the stream's decoder."""
     target_23: torch.Tensor | None
-    """Target for the next chunk, fp32, or None if no chunk has been corrected yet."""
+    """Target for the next chunk, fp32. None if no chunk has been corrected yet."""
 
     @property
     def tiny(self) -> bool:
@@ -131,7 +130,7 @@ class CorrectedState:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors by the names used in digests and snapshots."""
+        """Return the tensors, keyed by their names in digests and snapshots."""
         named = self.decoder.tensors()
         return named if self.target_23 is None else {**named, _TARGET: self.target_23}
 
@@ -150,7 +149,7 @@ class CorrectedLayout:
     def restore(
         self, saved: SavedTensors, device: torch.device | str, num_latents: int
     ) -> CorrectedState:
-        """Restore the state that was saved after `num_latents` latent frames."""
+        """Restore the state saved after `num_latents` latent frames."""
         target = None
         if saved.shape(_TARGET) is not None:
             target = saved.take_tensor(_TARGET, device, torch.float32, [2, 3])
@@ -178,13 +177,11 @@ class CorrectingDecoder:
         return other
 
     def state_nbytes(self, height: int, width: int) -> int:
-        """Return the maximum size in bytes of the state of a stream of `height` x `width`
-        pixels.
-        """
+        """Return the maximum state size in bytes for a stream of `height` x `width` pixels."""
         return self.decoder.state_nbytes(height, width) + 6 * torch.float32.itemsize
 
     def state_layout(self, height: int, width: int) -> CorrectedLayout:
-        """Return the layout of the state of a stream of `height` x `width` pixels."""
+        """Return the state layout for a stream of `height` x `width` pixels."""
         return CorrectedLayout(self.decoder.state_layout(height, width))
 
     def can_be_tiny(self, before: CorrectedState | None) -> bool:
@@ -199,14 +196,14 @@ class CorrectingDecoder:
         *,
         tiny: bool = False,
     ) -> tuple[torch.Tensor | None, CorrectedState]:
-        """Decode a chunk like `ChunkDecoder.decode_frames`, and correct its colours."""
+        """Decode a chunk as `ChunkDecoder.decode_frames` does, and correct its colours."""
         state, target = (None, None) if before is None else (before.decoder, before.target_23)
         if self.strength == 0:
             frames, state = self.decoder.decode_frames(latents_CFhw, size, state, tiny=tiny)
             return frames, CorrectedState(state, target)
         pixels, state = self.decoder.decode(latents_CFhw.unsqueeze(0), state, tiny=tiny)
         rgb_T3HW = (pixels[0].float() / 2 + 0.5).clamp(0, 1).transpose(0, 1)
-        # The strength is a tensor, because a Python float would cause a recompilation for each
+        # The strength is a tensor, because a Python float would cause a recompilation for each new
         # value.
         strength = to_device(torch.tensor(self.strength), pixels.device)
         corrected, target = self._correct(rgb_T3HW, target, strength)
@@ -220,5 +217,5 @@ class CorrectingDecoder:
     def decode_frames_together(
         self, latents_CFhw: Sequence[torch.Tensor], before: Sequence[CorrectedState]
     ) -> list[tuple[torch.Tensor, CorrectedState]]:
-        """Raise an error. The method is never called, because `most_streams` returns 1."""
+        """Raise an error. This method is never called, because `most_streams` returns 1."""
         raise NotImplementedError

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays a fused decoder's decodes of latent frames as CUDA graphs. Ranks that decode bands of
-rows use these graphs, because without them each rank would wait for the kernel launches of the
-others.
+"""Replay a fused decoder's passes over latent frames as CUDA graphs. Ranks that decode bands of
+rows use these graphs, because without them, each rank would wait for the other ranks' kernel
+launches.
 
-A graph reads and writes features in buffers at fixed addresses. The features of a stream are copied
-into these buffers before its chunk is decoded, and copied out afterwards. The first copy is skipped
-if the same stream was decoded last. The buffers have the size of the first stream, which is decoded
-during warm-up, because the memory for other sizes was not measured. A graph contains halo
-exchanges, whose sizes depend on the height of the whole frame. Ranks must therefore agree on the
-height, even if two heights result in bands of the same shape on one rank.
+A graph reads and writes features in buffers at fixed addresses. A stream's features are copied into
+these buffers before its chunk is decoded, and copied out afterwards. The first copy is skipped if
+the same stream was decoded last. Warm-up decodes the first stream, and the buffers have that
+stream's size, because the memory for other sizes was not measured. A graph contains halo exchanges,
+whose sizes depend on the whole frame's height. The ranks must therefore agree on the height, even
+if two heights give one rank bands of the same shape.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,29 +20,29 @@ from vllm_omni.model_executor.layers.cuda_graphs import Capture, ForwardGraphs, 
 
 LatentPass = Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor]
 """Function that decodes a latent frame to video frames. Its arguments are the latent frame and the
-features. It replaces the features in place.
+features, which it replaces in place.
 """
 
 
 class DecoderGraphs:
-    """CUDA graphs of one decoder. `capture` is passed to `ForwardGraphs`."""
+    """CUDA graphs for one decoder. `capture` is passed to `ForwardGraphs`."""
 
     def __init__(self, capture: Capture | None = None) -> None:
         self._graphs = ForwardGraphs(capture=capture)
         self.buffers: list[torch.Tensor] = []
-        """Buffers of the features. The list is empty until the first stream is decoded."""
+        """Feature buffers. The list is empty until the first stream is decoded."""
         self._latent_height: int | None = None
         self._started = False
-        """Whether the first frame of any stream has been decoded. The value is equal on all ranks,
-        even if a capture fails on one of them.
+        """Whether the first frame of any stream has been decoded. The value is the same on all
+        ranks, even if a capture fails on one of them.
         """
         self._sessions: int | None = None
-        """The `identity` of the first tensor in the latest copy of the buffers, or None if the
-        buffers have changed since that copy.
+        """The `identity` of the first tensor in the latest copy of the buffers. None if the buffers
+        have changed since that copy.
         """
 
     def serve(self, features: Sequence[torch.Tensor], latent_height: int | None = None) -> bool:
-        """Return whether streams with features of these shapes use the graphs. The first call
+        """Return whether streams whose features have these shapes use the graphs. The first call
         determines the shapes for which graphs are used.
 
         If the features belong to a band of rows, `latent_height` is the height of the whole frame.
@@ -72,7 +72,7 @@ class DecoderGraphs:
             The video frames and the features. The returned features are the buffers themselves;
             `pool` copies them.
         """
-        # The very first frame is decoded twice: eagerly, and then again to capture the graph.
+        # The very first frame is decoded twice: first eagerly, then to capture the graph.
         twice = first and not self._started
         self._started |= first
         for _ in range(2 if twice else 1):
@@ -91,7 +91,7 @@ class DecoderGraphs:
         return copies
 
     def clear_graphs(self) -> None:
-        """Discard all graphs and buffers. Call this after weights change."""
+        """Discard all graphs and buffers. Call this after the weights have changed."""
         self._graphs.clear_graphs()
         self.buffers, self._sessions, self._started = [], None, False
 

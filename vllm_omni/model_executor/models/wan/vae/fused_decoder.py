@@ -3,8 +3,8 @@
 convolution.
 
 Like the fused encoder, it is built from `fused_layers.py`. It decodes one latent frame at a time,
-so decoding a stream in parts is bit-identical to decoding the whole clip in one call. The function
-`fused_decoder` determines whether this decoder is used.
+so decoding a stream in parts is bit-identical to decoding the whole clip in one call. The
+`fused_decoder` function determines whether this decoder is used.
 """
 
 # B streams, T frames, N = B T, H rows, W columns, R rows with edges, C channels; activations are
@@ -49,8 +49,8 @@ def fused_decoder(
 
     Args:
         decoder: diffusers' decoder.
-        bands: Bands that were passed to `split_decoder`, or None if `split_decoder` was not called.
-        cuda_graphs: Whether to replay the decode of latent frames as CUDA graphs.
+        bands: Bands passed to `split_decoder`. None if `split_decoder` was not called.
+        cuda_graphs: Whether to decode latent frames by replaying CUDA graphs.
     """
     passes = fastest_passes(decoder.conv_in.weight)
     if passes is None:
@@ -78,17 +78,17 @@ class FusedDecoder(FusedLayers):
     def __call__(
         self, x_BCTHW: torch.Tensor, features: list[Any] | None, shapes: tuple[tuple[int, ...], ...]
     ) -> tuple[torch.Tensor, list[Any]]:
-        """Decode one latent frame of several streams.
+        """Decode one latent frame of each of several streams.
 
         Args:
             x_BCTHW: Latents with T = 1.
-            features: Feature cache of the streams, which is replaced in place, or None if the
-                streams start with this frame.
+            features: The streams' feature cache, which is replaced in place. None if the streams
+                start with this frame.
             shapes: Shapes of one stream's features.
 
         Returns:
             Frames [B, C, T, H, W] with T = 4 (1 at the start of the streams), and the features. The
-            features are valid until other streams are decoded; `kept` returns features that stay
+            features are valid until other streams are decoded; `kept` returns features that remain
             valid.
         """
         self.derive()
@@ -103,7 +103,7 @@ class FusedDecoder(FusedLayers):
         return _LatentPass(self, features, len(x_BCTHW), first).decode(x_BCTHW), features
 
     def kept(self, features: list[Any]) -> list[Any]:
-        """Return the features, copied if necessary, so that decodes of other streams do not
+        """Return the features, copied if necessary, so that decoding other streams does not
         overwrite them.
         """
         return features if self.graphs is None else self.graphs.pool(features)
@@ -120,7 +120,7 @@ class FusedDecoder(FusedLayers):
 
 
 def _frames_of_levels(decoder: Any) -> Iterator[tuple[nn.Module, int]]:
-    """Yield the blocks of each level and the number of frames that they process per latent frame
+    """Yield each level's blocks, and the number of frames that they process for each latent frame
     after the first.
     """
     frames = 1
@@ -132,7 +132,7 @@ def _frames_of_levels(decoder: Any) -> Iterator[tuple[nn.Module, int]]:
 
 
 def _upsampler(level: Any) -> Any:
-    """Return the upsampling layer of a level of Wan 2.1 or 2.2, or None for the last level."""
+    """Return the upsampling layer of a Wan 2.1 or 2.2 level, or None for the last level."""
     if isinstance(level, WanResidualUpBlock):
         return level.upsampler
     return None if level.upsamplers is None else level.upsamplers[0]
@@ -187,8 +187,8 @@ class _LatentPass(FramesPass):
         return PendingSum(cells, convolution.bias, shuffled=True)
 
     def _doubled(self, layer: WanCausalConv3d, at: PendingSum) -> torch.Tensor:
-        """Double the number of frames. The first latent frame of a stream is passed through, and
-        the layer's features remain zeros.
+        """Double the number of frames. A stream's first latent frame is passed through, and the
+        layer's features remain zero.
         """
         if self.first:
             self.index += 1
@@ -199,7 +199,7 @@ class _LatentPass(FramesPass):
 
     def _pixels(self, at: PendingSum) -> torch.Tensor:
         """Apply the last convolution. Because it has few output channels, its three temporal taps
-        are computed side by side and then added.
+        are computed side by side, then added.
         """
         decoder = self.whole.decoder
         layer = decoder.conv_out

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Wan encoder for GPUs that makes few passes over memory. It is the counterpart of
+"""A Wan encoder for GPUs that makes few passes over memory. It is the counterpart of the decoder in
 `fused_decoder.py`.
 
 The encoder is built from `fused_layers.py`. It encodes the video frames of one latent frame at a
 time, so encoding a stream in parts is bit-identical to encoding the whole clip in one call. The
-function `fused_encoder` determines whether this encoder is used.
+`fused_encoder` function determines whether this encoder is used.
 """
 
 # B streams, T frames, C channels, H rows, W columns
@@ -50,16 +50,16 @@ class FusedEncoder(FusedLayers):
     def __call__(
         self, x_BCTHW: torch.Tensor, features: list[Any] | None, shapes: tuple[tuple[int, ...], ...]
     ) -> tuple[torch.Tensor, list[Any]]:
-        """Encode the video frames of one latent frame of several streams.
+        """Encode the video frames of one latent frame for each of several streams.
 
         Args:
             x_BCTHW: Video frames with T = 4 (1 at the start of the streams).
-            features: Feature cache of the streams, which is replaced in place, or None if the
-                streams start with these frames.
+            features: The streams' feature cache, which is replaced in place. None if the streams
+                start with these frames.
             shapes: Shapes of one stream's features.
 
         Returns:
-            Moments of the posterior [B, 2 C, 1, h, w], and the features.
+            The posterior's moments [B, 2 C, 1, h, w], and the features.
         """
         first = features is None
         if features is None:
@@ -68,7 +68,7 @@ class FusedEncoder(FusedLayers):
 
 
 def _frames_of_blocks(encoder: Any) -> Iterator[tuple[nn.Module, int]]:
-    """Yield each residual block and the number of frames that it processes per latent frame
+    """Yield each residual block, and the number of frames that it processes for each latent frame
     after the first.
     """
     layers = [
@@ -111,8 +111,8 @@ class _LatentPass(FramesPass):
         return by_streams(self.whole.passes.add_up(at), self.streams)
 
     def _level(self, level: WanResidualDownBlock, at: PendingSum) -> PendingSum:
-        """Run a level of the Wan 2.2 encoder. The shortcut around the level adds the mean over each
-        cell of the level's input.
+        """Run one level of the Wan 2.2 encoder. The shortcut around the level adds the level's
+        input, downsampled by averaging.
         """
         blocks: Any = level.resnets
         at, x_NHWC = self.residuals(blocks, at)
@@ -122,8 +122,9 @@ class _LatentPass(FramesPass):
         return PendingSum(self.whole.passes.add_up(at), residual=shortcut)
 
     def _downsample(self, layer: WanResample, at: PendingSum) -> PendingSum:
-        """Downsample with the original layers. They move little memory, because the cells of their
-        convolutions do not overlap."""
+        """Downsample with the original layers. These layers move little data, because their
+        convolutions are strided.
+        """
         x_NCHW = self.whole.passes.add_up(at).permute(0, 3, 1, 2)
         x_NHWC = layer.resample(x_NCHW).permute(0, 2, 3, 1)
         if layer.mode == "downsample3d":

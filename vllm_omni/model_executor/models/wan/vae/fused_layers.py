@@ -2,9 +2,9 @@
 """Layers of the fused Wan encoder and decoder: convolutions in the memory layout of 2-D kernels,
 and a single pass over memory before each convolution.
 
-The layers compute the same sums as diffusers' layers in a different order (see
-`stacked_frames.py`). They use the same parameters and the same feature cache, so a stream can
-switch between the fused and the plain network. Nothing is compiled.
+The layers compute the same sums as diffusers' layers, in a different order (see
+`stacked_frames.py`). They use the same parameters and the same feature cache as the plain network,
+so a stream can switch between the two. Nothing is compiled.
 """
 
 # B streams, T frames, N = B T, H rows, W columns, R rows with edges, C channels; activations are
@@ -43,8 +43,8 @@ from vllm_omni.model_executor.models.wan.vae_layers import fold_memory
 
 @dataclass(frozen=True)
 class FusedPasses:
-    """Implementation of the two passes between convolutions: the kernels of `stack_kernels.py`,
-    or the reference in `stacked_frames.py`.
+    """Implementation of the two passes between convolutions: the kernels in `stack_kernels.py`, or
+    the reference in `stacked_frames.py`.
     """
 
     stack_frames: StackFrames
@@ -65,7 +65,7 @@ def fused_vae(device: torch.device, dtype: torch.dtype) -> FastPath:
 
 def fastest_passes(weight: torch.Tensor) -> FusedPasses | None:
     """Return the kernels for a network whose weights have the device and dtype of `weight`, or None
-    if `fused_vae` is off for such a network.
+    if the fused implementation is not used for such a network (`fused_vae`).
     """
     if not fused_vae(weight.device, weight.dtype).is_on:
         return None
@@ -77,16 +77,16 @@ def fastest_passes(weight: torch.Tensor) -> FusedPasses | None:
 class FusedLayers:
     """Computes a network's convolutions over three frames as 2-D convolutions where 2-D is faster.
 
-    Weights that are derived from the network's weights are cached. Call `clear_derived` after new
-    weights are loaded.
+    Weights derived from the network's weights are cached. Call `clear_derived` after new weights
+    have been loaded.
 
     Args:
         network: The encoder or decoder.
-        frames: Modules of the network, each with the number of frames that its convolutions process
-            per latent frame after the first. If this number is in `OF_FRAMES`, the convolutions
-            combine frames (Winograd). All other convolutions remain 3-D, because cuDNN is faster
-            for them: their frames are small or have few channels.
-        bands: Band of this rank, or None if the rank decodes whole frames.
+        frames: The network's modules, each with the number of frames that its convolutions process
+            for each latent frame after the first. If this number is in `OF_FRAMES`, the
+            convolutions combine frames (Winograd). All other convolutions remain 3-D, because cuDNN
+            is faster for them: their frames are small or have few channels.
+        bands: This rank's band of rows. None if the rank decodes whole frames.
         passes: Implementation of the two passes between convolutions.
     """
 
@@ -115,7 +115,7 @@ class FusedLayers:
                 layer.weight.data = fold_memory(layer.weight.data)
 
     def layout(self, layer: WanCausalConv3d) -> FrameLayout:
-        """Return the layout of the inputs of `layer`, except for the first frame of a stream."""
+        """Return the layout of the input frames of `layer`, except for a stream's first frame."""
         if layer in self._combining:
             return FrameLayout.COMBINED
         return FrameLayout.IN_TURN if layer.kernel_size == (3, 3, 3) else FrameLayout.SIDE_BY_SIDE
@@ -151,8 +151,8 @@ class FusedLayers:
         return self._derived[layer]
 
     def derive(self) -> None:
-        """Compute the weights for combined frames in advance, because these weights must exist
-        before a graph is captured.
+        """Compute the weights for combined frames in advance, because they must exist before a
+        graph is captured.
         """
         for layer, winograd in self._combining.items():
             self.derived(layer, winograd.transformed)
@@ -165,11 +165,11 @@ class FramesPass:
     """One pass of several streams' frames through a network.
 
     Args:
-        layers: Layers of the network.
-        features: Feature cache. The pass replaces the entries of this list.
+        layers: The network's layers.
+        features: Feature cache. The pass replaces the entries in this list.
         streams: Number of streams.
         first: Whether these are the first frames of the streams.
-        in_place: Whether to overwrite the tensors of the features instead of replacing them.
+        in_place: Whether to overwrite the feature tensors instead of replacing them.
     """
 
     def __init__(
@@ -200,8 +200,8 @@ class FramesPass:
         want_sum: bool = False,
         **more: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the input of `layer` and, if `want_sum` is true, the sum. The layer's feature is
-        replaced.
+        """Return the input of `layer` and, if `want_sum` is true, the sum. This call replaces the
+        layer's feature.
         """
         bands = self.layers.bands if layer.kernel_size[1] > 1 else None
         past_BCTHW = self.features[self.index]
@@ -242,9 +242,7 @@ class FramesPass:
     def residuals(
         self, blocks: Iterable[WanResidualBlock], at: PendingSum
     ) -> tuple[PendingSum, torch.Tensor]:
-        """Run residual blocks. Return their result, and the input of the first block as a
-        tensor.
-        """
+        """Run residual blocks. Return their result, and the first block's input as a tensor."""
         first: torch.Tensor | None = None
         for block in blocks:
             gamma1, gamma2 = block.norm1.gamma.flatten(), block.norm2.gamma.flatten()
@@ -313,7 +311,7 @@ def by_streams(x_NHWC: torch.Tensor, streams: int) -> torch.Tensor:
 
 
 def zero_features(x_BCTHW: torch.Tensor, shapes: Iterable[tuple[int, ...]]) -> list[Any]:
-    """Return the zero features with which streams start, each [B, C, 1 or 2, h, w] and
+    """Return the zero features that streams start with, each [B, C, 1 or 2, h, w] and
     channels-last. `shapes` are the shapes of one stream's features.
     """
     of_each = (x_BCTHW.new_zeros(len(x_BCTHW), *shape[2:], shape[1]) for shape in shapes)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of Wan 2.1's latents: the number of channels, pixels per cell along each side, and video
-frames per latent frame (1 for the first latent frame).
+"""Geometry of Wan 2.1 latents: number of channels, pixels per latent cell along each side, and
+video frames per latent frame (1 for the first latent frame).
 """
 
 LATENT_CHANNELS = 16

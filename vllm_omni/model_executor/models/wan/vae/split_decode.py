@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits a VAE decode over several ranks. Each rank decodes a band of rows of every frame.
+"""Splits a VAE decode over several ranks. Each rank decodes one band of rows in every frame.
 
-The decoder consists of 3x3(x3) convolutions, nearest-neighbour upsampling, per-position norms, and
-one attention layer over each frame in the middle. A band therefore needs a halo exchange of one row
-before each spatial convolution, and an all-gather of keys and values for the attention. All other
-operations are local. At the upper and lower edge of the frame, a row of zeros replaces the halo,
-like the padding of the unsplit decoder. The sums are the same as in the unsplit decoder, but
-kernels may add their terms in a different order.
+The decoder consists of 3x3 and 3x3x3 convolutions, nearest-neighbour upsampling, per-position norms
+and, in the middle, one attention layer over each frame. A band therefore needs a halo exchange of
+one row before each spatial convolution, and an all-gather of keys and values for the attention. All
+other operations are local. At the upper and lower edges of the frame, a row of zeros replaces the
+halo, like the unsplit decoder's padding. The layers compute the same sums as the unsplit decoder,
+but kernels may add the terms in a different order.
 
-`split_decoder` replaces the convolutions and the attention of a built decoder with layers that have
-the same parameter names. The feature cache of a stream then contains only the rows of the band.
-Every rank receives all latents, and the decoded frames are gathered on the first rank. A decode is
-a collective operation of `RowBands.group`. The ranks deadlock unless they decode the same chunks of
-the same streams in the same order, which `ChunkEnd` and `VAEStage` ensure.
+`split_decoder` replaces the convolutions and the attention of an existing decoder with layers that
+have the same parameter names. A stream's feature cache then contains only the rows of the band.
+Every rank receives all latents, and the decoded frames are gathered on the first rank. Each decode
+is a collective operation in `RowBands.group`. To avoid a deadlock, all ranks must decode the same
+chunks of the same streams in the same order. `ChunkEnd` and `VAEStage` ensure this.
 """
 
 # B batch, C channels, T frames, H rows, W columns, R rows of this band
@@ -38,20 +38,20 @@ from vllm_omni.outputs import RequestFailed, empty_result
 _all_gather = (
     dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 )
-"""All-gather of a single tensor, under its name in torch 2.13 or in earlier releases. Dynamo
-supports both names.
+"""torch's all-gather for a single tensor. Its name in torch 2.13 differs from the name in earlier
+releases. Dynamo supports both names.
 """
 
 
 class RowBands:
-    """This rank's band of rows, and the collectives between bands. The heights of bands differ by
-    at most one latent row, and taller bands come first.
+    """This rank's band of rows, and the collectives between bands. Band heights differ by at most
+    one latent row, and taller bands come first.
 
     Args:
         rank: Index of this rank in the group.
         size: Number of ranks.
-        group: Process group that is used only for decodes. Decodes may run concurrently with
-            denoise steps on another CUDA stream. If decodes and denoise steps shared a group, their
+        group: Process group used only for decodes. Decodes may run on another CUDA stream,
+            concurrently with denoise steps. If decodes and denoise steps shared a group, their
             collectives would wait for each other.
         row_pixels: Height of a latent row in pixels.
     """
@@ -64,7 +64,7 @@ class RowBands:
         self.group = group
         self.row_pixels = row_pixels
         self.latent_height = 0
-        """Latent height of the stream that is being decoded."""
+        """Latent height of the stream being decoded."""
 
     @classmethod
     def of_parallel(cls, parallel: ParallelContext, row_pixels: int) -> "RowBands | None":
@@ -102,7 +102,7 @@ class RowBands:
     def gathered(self, own: torch.Tensor) -> torch.Tensor:
         """All-gather tensors [n, ...] into one tensor [n * size, ...], in rank order.
 
-        The tensors of all ranks must have the same shape. The result is valid until the next call.
+        The tensors must have the same shape on all ranks. The result is valid until the next call.
         """
         own = persistent_copy("rows", own)
         every = persistent_buffer("rows of all ranks", (self.size * len(own), *own.shape[1:]), own)
@@ -124,14 +124,14 @@ class RowBands:
         )
 
     def fill_edges(self, x_NRWC: torch.Tensor) -> None:
-        """Fill the first and last row of `x_NRWC` in place with the halo that `with_neighbours`
+        """Fill the first and last rows of `x_NRWC` in place with the halo that `with_neighbours`
         adds. The rows of the band lie between these two rows.
         """
         x_NRWC[:, 0], x_NRWC[:, -1] = self._adjoining(torch.stack((x_NRWC[:, 1], x_NRWC[:, -2])))
 
     def _adjoining(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Send the first and last row of this band, [2, ...], to its neighbours, and return the
-        rows above and below the band. Rows outside the frame are zeros.
+        """Send the first and last rows of this band, [2, ...], to the neighbouring bands, and
+        return the rows above and below the band. Rows outside the frame are zeros.
         """
         rows = self.gathered(own)
         nothing = own.new_zeros(own.shape[1:])
@@ -223,7 +223,7 @@ class BandAttention(WanAttentionBlock):
         batch, channels, time, rows, width = x.shape
         frames = self.norm(x.transpose(1, 2).reshape(batch * time, channels, rows, width))
         # The tensor is made contiguous, because torch has no fused attention kernel for other
-        # layouts and would multiply in fp32.
+        # layouts and would fall back to fp32 matrix products.
         qkv = self.to_qkv(frames).movedim(1, -1).contiguous()  # [frames, R, W, 3 C]
         query = qkv[..., :channels].flatten(1, 2)
         rows_first = self.bands.all_rows(qkv[..., channels:].transpose(0, 1))
@@ -236,10 +236,10 @@ class BandAttention(WanAttentionBlock):
 
 
 def split_decoder(decoder: nn.Module, bands: RowBands) -> None:
-    """Replace in place every layer of a `WanDecoder3d` whose results depend on rows of other bands.
+    """Replace, in place, every `WanDecoder3d` layer whose results depend on rows in other bands.
 
-    The new layers have new parameters under the same names. The caller must therefore load the
-    weights afterwards.
+    The new layers have new parameters under the same names, so the caller must load the weights
+    afterwards.
     """
     replace_layers(decoder, lambda layer: _in_bands(layer, bands))
 

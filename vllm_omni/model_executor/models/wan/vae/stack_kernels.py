@@ -2,8 +2,8 @@
 """Implements `stack_frames` and `add_up` of `stacked_frames.py` with one Triton kernel. Import this
 module only if Triton is available (`HAS_TRITON`).
 
-Each Triton program processes a few pixels in all frames of a stream. For each pixel, it can
-therefore write all three frames that a convolution reads.
+Each Triton program processes a few pixels in all frames of a stream. For each pixel, it can thus
+write all three frames that a convolution reads.
 """
 
 # B streams, T frames, N = B T, H rows, W columns, P = H W, C channels; all tensors are contiguous
@@ -20,10 +20,10 @@ from vllm_omni.model_executor.models.wan.vae.stacked_frames import (
 from vllm_omni.model_executor.models.wan.vae.winograd import OF_FRAMES, Matrix, product_dtype
 
 _BLOCK = 4096
-"""Number of elements per block of a program, including padding channels."""
+"""Number of elements in a program's block, including padding channels."""
 _COMBINED_BLOCK = 2048
-"""Number of elements per block, including padding channels, of a program that holds all frames at
-once.
+"""Number of elements in a program's block, including padding channels, if the program holds all
+frames at once.
 """
 _WARPS = 8
 
@@ -53,8 +53,8 @@ def _duplicate(  # type: ignore[no-untyped-def]
     mask,
     DUPLICATES: tl.constexpr,
 ):
-    """Return a block of `DuplicatedPixels`. `t` is the index of the frame in its stream, and `n` is
-    the index of the frame in the batch.
+    """Return a block of `DuplicatedPixels`. `t` is the frame's index in its stream, and `n` is its
+    index in the batch.
     """
     FACTOR: tl.constexpr = DUPLICATES[0]
     GROWN: tl.constexpr = DUPLICATES[1]
@@ -100,7 +100,7 @@ def _stack_kernel(  # type: ignore[no-untyped-def]
     LAYOUT is the value of a `FrameLayout`, or None to write only the sum. `edge` is the number of
     edge pixels above a frame. RESULTS contains the weights that convert products to frames, with
     one row per frame and one column per product. RESULTS is None if `x_ptr` points to frames.
-    INPUTS contains the weights with which `FrameLayout.COMBINED` combines frames, with one row per
+    INPUTS contains the weights that combine frames for `FrameLayout.COMBINED`, with one row per
     combination and one column per frame, including the two past frames. INPUTS is None for other
     layouts. DUPLICATES contains `factor`, `grown` and `repeats` of `DuplicatedPixels`. DUPLICATES
     is None if `residual_ptr` points to whole frames.
@@ -238,8 +238,8 @@ def add_up(activation: PendingSum) -> torch.Tensor:
 
 
 def _room_for_sum(activation: PendingSum, past: torch.Tensor) -> torch.Tensor:
-    """Return memory for the sum. If new memory is needed, `past` determines its rows, columns and
-    channels.
+    """Return memory for the sum. A newly allocated tensor has the height, width and number of
+    channels of `past`.
     """
     if not (activation.shuffled or activation.products):
         return activation.x

@@ -3,12 +3,12 @@
 reference for `stack_kernels.py`.
 
 One pass runs before each causal convolution over three frames. It adds the bias and residual of the
-previous layer, normalises, applies SiLU, and arranges the frames for 2-D convolutions: combined for
-F(m, 3) (`winograd.py`), or, for the first frame of a stream, without predecessors. Nearest
-upsampling followed by a 3x3 convolution is replaced by a 2x2 convolution before the upsampling. For
-each of the four pixels into which a cell is upsampled, the weights that would be applied to copies
-of the same cell are summed. Until the next pass, the results for the four pixels are stored as four
-groups of channels.
+previous layer, normalises, applies SiLU, and arranges the frames for 2-D convolutions
+(`FrameLayout`). For example, frames are combined for F(m, 3) (`winograd.py`). Nearest upsampling
+followed by a 3x3 convolution is replaced by a 2x2 convolution before the upsampling. For each of
+the four pixels that a cell is upsampled to, the weights that would be applied to copies of the same
+cell are summed. Until the next pass, the results for the four pixels are stored as four groups of
+channels.
 """
 
 # B streams, T frames, N = B T frames of all streams, H rows, W columns, R rows with edges, C
@@ -30,7 +30,7 @@ class FrameLayout(Enum):
     ALONE = "alone"
     """Only the first frame of each stream, [B, R, W, C]. Its predecessors are zeros."""
     SIDE_BY_SIDE = "side by side"
-    """Three frames as channels, [N, R, W, 3 C], oldest first."""
+    """Three frames concatenated along the channels, [N, R, W, 3 C], oldest first."""
     IN_TURN = "in turn"
     """For each stream, its two past frames followed by all its new frames, [B (T + 2), R, W, C]."""
     COMBINED = "combined"
@@ -44,7 +44,7 @@ class DuplicatedPixels:
     input. The next pass creates these copies.
 
     Each channel of `x` is repeated. The channels are then interpreted as [C, factor, 2, 2]: the
-    channel of the result, and the frame, row and column inside the cell of `x`.
+    result channel, and the frame, row and column within the cell of `x`.
     """
 
     x: torch.Tensor
@@ -54,8 +54,8 @@ class DuplicatedPixels:
     repeats: int
     """Number of copies of each channel, `4 * factor * C / C'`."""
     last: bool
-    """Whether only the last of the frames created from each frame is used. It is true for the first
-    latent frame of a stream.
+    """Whether only the last frame created from each frame of `x` is used. True for the first latent
+    frame of a stream.
     """
 
     @property
@@ -79,8 +79,9 @@ class PendingSum:
     """
 
     x: torch.Tensor
-    """First term, [N, H, W, C]. Its shape is [N, H/2 + 1, W/2 + 1, 4 C] if `shuffled`, and [T + 2,
-    B, H, W, C] if `products`."""
+    """First term. Shape: [N, H/2 + 1, W/2 + 1, 4 C] if `shuffled`, [T + 2, B, H, W, C] if
+    `products`, and [N, H, W, C] otherwise.
+    """
     bias: torch.Tensor | None = None
     """Bias of the previous layer, [C]."""
     residual: torch.Tensor | DuplicatedPixels | None = None
@@ -129,7 +130,7 @@ class StackFrames(Protocol):
         activation: The pending sum, in any float dtype. It is computed in fp32 and rounded once.
         past: The two previous frames, [B, 2, H, W, C]. They are not read for `FrameLayout.ALONE`.
         layout: Layout of the result.
-        gamma: Gain of the norm, [C], or None for no norm and no SiLU.
+        gamma: Gain of the norm, [C], or None to skip both the norm and SiLU.
         edge_rows: Number of rows to reserve above and below every frame.
         want_sum: Whether to return the sum as well.
     """
@@ -202,7 +203,7 @@ def stack_frames(
 
 
 def _spread(cells_NhwX: torch.Tensor) -> torch.Tensor:
-    """Rearrange the result of a `subpixel` convolution, [N, H/2 + 1, W/2 + 1, 4 C], to pixels
+    """Rearrange the result of a `subpixel` convolution, [N, H/2 + 1, W/2 + 1, 4 C], into pixels
     [N, H, W, C].
     """
     phases = cells_NhwX.unflatten(-1, (2, 2, -1))
@@ -255,8 +256,8 @@ def taps_as_channels(weight_OCTHW: torch.Tensor, multiple: int = 16) -> torch.Te
 
 
 def sum_of_taps(of_taps_BTHWX: torch.Tensor, bias_O: torch.Tensor) -> torch.Tensor:
-    """Add the taps of a `taps_as_channels` convolution in fp32. The shape changes from [B, T +
-    2, H, W, >= 3 O] to [B, T, H, W, O].
+    """Sum the taps of a `taps_as_channels` convolution in fp32. The shape changes from [B, T + 2,
+    H, W, >= 3 O] to [B, T, H, W, O].
     """
     channels, frames = len(bias_O), of_taps_BTHWX.shape[1] - 2
     total = bias_O.float()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TAEHV, the tiny streaming autoencoder: the whole network and its layers.
+"""TAEHV, a tiny streaming autoencoder: the complete network and its layers.
 
 The network is a sequence of 2-D convolutions over frames. Only its memory blocks depend on the
 past. Each memory block reads the previous frame at the block's own frame rate, so a stream caches
 one activation per memory block. Processing a stream in parts gives the same result as processing
 the whole clip in one call. Wan's tiny decoder (`tiny_vae.py`) and Waypoint 1.5 use this network.
 
-The weights have the layout of class TAEHV in madebyollin/taehv, with temporal upscaling (no, yes,
-yes) in the decoder levels.
+The weights have the layout of the TAEHV class in madebyollin/taehv. The second and third decoder
+levels upscale in time, but the first does not.
 """
 
 # C channels, T frames, H, W pixels
@@ -27,14 +27,14 @@ from vllm_omni.model_executor.models.wan.vae.vae import VAECache, lay_channels_l
 
 FRAMES_PER_LATENT: Final = 4
 _SHRINK, _GROW = (2, 2, 1), (1, 2, 2)
-"""Number of consecutive frames that each level of the encoder joins, and number of frames that each
-level of the decoder creates from one frame.
+"""Number of consecutive frames that each encoder level joins, and number of frames that each
+decoder level creates from one frame.
 """
 _MEMORIES = 3
 """Number of memory blocks per level."""
 REACH = math.ceil(sum(_MEMORIES / math.prod(_GROW[:level]) for level in range(len(_GROW))))
-"""Number of preceding latent frames on which the frames of a chunk depend. A decode that starts
-this many latent frames before a chunk returns the exact frames of the chunk.
+"""Number of preceding latent frames that a chunk's frames depend on. A decode that starts this many
+latent frames before a chunk reproduces the chunk's frames exactly.
 """
 
 
@@ -63,11 +63,11 @@ class MemoryBlock(nn.Module):
 
 
 class TemporalUpsample(nn.Module):
-    """Upsampling that turns one frame into `factor` frames of twice the size. Each of these frames
-    comes from one group of channels.
+    """Upsampling that turns one frame into `factor` frames of twice the height and width. Each of
+    these frames comes from one group of channels.
 
-    TAEHV upsamples first and then applies the 1x1 convolution. This class applies the convolution
-    before the upsampling, to a quarter of the pixels, and gives the same values.
+    TAEHV upsamples first and then applies the 1x1 convolution. To compute the same values from a
+    quarter of the pixels, this class applies the convolution before the upsampling.
     """
 
     def __init__(self, channels: int, factor: int) -> None:
@@ -109,7 +109,7 @@ class SoftClamp(nn.Module):
 
 def encoder(pixels: int, width: int, latent_channels: int) -> nn.Sequential:
     """Build the encoder. It reduces the number of frames to a quarter and the height and width to
-    an eighth. `pixels` is the number of channels of an input frame.
+    an eighth. `pixels` is the number of channels in an input frame.
     """
     layers: list[nn.Module] = [nn.Conv2d(pixels, width, 3, padding=1), nn.ReLU()]
     for factor in _SHRINK:
@@ -122,8 +122,8 @@ def encoder(pixels: int, width: int, latent_channels: int) -> nn.Sequential:
 
 
 def decoder(latent_channels: int, widths: Sequence[int], pixels: int) -> nn.Sequential:
-    """Build the decoder. It returns four frames per latent frame, with eight times the height and
-    width.
+    """Build the decoder. It converts each latent frame to four frames with eight times its height
+    and width.
     """
     layers: list[nn.Module] = [
         SoftClamp(),
@@ -161,7 +161,7 @@ def decoder_memory(
     widths: Sequence[int], height: int, width: int
 ) -> tuple[tuple[int, int, int, int], ...]:
     """Return the shapes of a decoder's cache, which contains one frame per memory block. `height`
-    and `width` are those of the latents.
+    and `width` are the latent height and width.
     """
     levels = [level for level in range(len(_GROW)) for _ in range(_MEMORIES)]
     return tuple((1, widths[level], height * 2**level, width * 2**level) for level in levels)
@@ -172,10 +172,10 @@ class TAEHV(nn.Module):
 
     Args:
         channels: Number of latent channels.
-        encoder_width: Number of channels of the encoder's layers.
+        encoder_width: Number of channels in the encoder's layers.
         decoder_widths: Number of channels of each decoder level and, as the last entry, of the last
             layer.
-        patch: Side in pixels of the patches that are folded into a frame's channels.
+        patch: Side length, in pixels, of the patches folded into a frame's channels.
         dtype: Dtype of weights, activations and caches.
     """
 
@@ -202,8 +202,8 @@ class TAEHV(nn.Module):
         """Encode the next 4 n frames of a stream.
 
         Args:
-            frames_TCHW: Video frames [4 n, 3, H, W] in [0, 1]. H and W are multiples of the side of
-                8 patches.
+            frames_TCHW: Video frames [4 n, 3, H, W] in [0, 1]. H and W must be multiples of 8 *
+                `patch`.
             cache: Result of the previous call, or None if the stream starts with these frames.
 
         Returns:
@@ -245,7 +245,7 @@ class TAEHV(nn.Module):
 
 
 def decoder_widths(path: Path) -> tuple[int, ...]:
-    """Return the widths of the decoder in a TAEHV file.
+    """Return the decoder widths stored in a TAEHV file.
 
     Raises:
         ValueError: The file is not a TAEHV file.

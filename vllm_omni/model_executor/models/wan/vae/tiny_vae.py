@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny streaming decoder for Wan latents. It is about 25 (Wan 2.1) or 200 (Wan 2.2) times cheaper
-than Wan's own decoder, but only approximate.
+"""A tiny streaming decoder for Wan latents. It is about 25 times (Wan 2.1) or 200 times (Wan 2.2)
+cheaper than Wan's own decoder, but its frames are only approximate.
 
 The weights have the TAEHV layout (`taew2_1.pth` or `taew2_2.pth`), and the layers come from
-`taehv.py`. The encoder in the file is not used. Every latent frame is decoded to 4 video frames,
-but for the first latent frame of a stream only the last of these frames is used.
+`taehv.py`. The encoder in the file is not used. Every latent frame is decoded to 4 video frames.
+For the first latent frame of a stream, only the last of these 4 frames is used.
 """
 
 # C channels, T frames, h, w latent cells
@@ -30,7 +30,7 @@ from vllm_omni.model_executor.models.wan.vae import taehv
 from vllm_omni.model_executor.models.wan.vae.vae import CacheLayout, VAECache, lay_channels_last
 
 CHANNELS = (256, 128, 64, 64)
-"""Widths of the released decoder: one per level, and the width of the last layer."""
+"""Widths of the released decoder: one per level, followed by the width of the last layer."""
 _WAN_2_1 = VAEConfig()
 
 
@@ -38,9 +38,9 @@ class TinyVAEDecoder(nn.Module):
     """The tiny decoder with an explicit cache. Its parameters have TAEHV's names.
 
     Args:
-        channels: Widths of the layers: one per level, and the width of the last layer.
+        channels: Widths of the layers: one per level, followed by the width of the last layer.
         config: Config of the autoencoder that produced the latents. It determines the number of
-            latent channels and the side of the pixel cells.
+            latent channels and the side length of the pixel cells.
         dtype: Dtype of weights, activations and cache.
     """
 
@@ -70,8 +70,8 @@ class TinyVAEDecoder(nn.Module):
             cache: Result of the previous call, or None if the stream starts with these latents.
 
         Returns:
-            Pixels [1, 3, T, H, W] in [-1, 1] with T = 4n (4n - 3 at the start) and H, W =
-            `VAEConfig.spatial_factor` * h, w, and the next cache.
+            Pixels [1, 3, T, H, W] in [-1, 1], and the next cache. T is 4n (4n - 3 at the start of a
+            stream), and H and W are h and w times `VAEConfig.spatial_factor`.
         """
         x = latents_1CTHW[0].transpose(0, 1).to(self.dtype)
         x, retained = taehv.run_stream(self.decoder, x, cache)
@@ -84,7 +84,7 @@ class TinyVAEDecoder(nn.Module):
         return pixels_1CTHW, retained
 
     def decoder_cache_layout(self, height: int, width: int) -> CacheLayout:
-        """Return the layout of the cache of a stream of `height` x `width` pixels."""
+        """Return the cache layout for a stream of `height` x `width` pixels."""
         factor = self.config.spatial_factor
         memory = taehv.decoder_memory(self.channels, height // factor, width // factor)
         return CacheLayout(memory, self.dtype)
@@ -94,7 +94,7 @@ class TinyVAEDecoder(nn.Module):
 
 
 def tiny_vae_channels(path: Path | None) -> tuple[int, ...]:
-    """Return the widths of the decoder in a TAEHV file, or the released widths if `path` is None.
+    """Return the decoder widths stored in a TAEHV file, or the released widths if `path` is None.
 
     Raises:
         ValueError: The file is not a TAEHV file.
@@ -103,7 +103,7 @@ def tiny_vae_channels(path: Path | None) -> tuple[int, ...]:
 
 
 def load_tiny_vae(decoder: TinyVAEDecoder, path: Path) -> None:
-    """Load the decoder from a TAEHV file strictly.
+    """Load the decoder strictly from a TAEHV file.
 
     Raises:
         ValueError: Tensors are missing, unexpected or misshapen.
@@ -118,10 +118,10 @@ def load_tiny_vae(decoder: TinyVAEDecoder, path: Path) -> None:
 def _released_form(
     name: str, shapes: Mapping[str, Shape]
 ) -> Mapping[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return the conversion of a stored tensor, by the name of the result.
+    """Return the function that converts a stored tensor, keyed by the name of the resulting tensor.
 
     In a file, a layer that increases the number of frames may have more output channels than
-    needed. In this case, the last channels are used.
+    needed. In this case, only the last channels are used.
     """
     if not name.endswith(".conv.weight") or name not in shapes:
         return {name: unchanged}

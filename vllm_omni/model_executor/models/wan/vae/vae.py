@@ -8,12 +8,12 @@ module, a cache is an immutable value: a call takes a cache and returns a new on
 chunk leaves the session's cache unchanged.
 
 A latent frame corresponds to 4 video frames, but the first latent frame of a stream corresponds to
-1. Latent frames are processed one at a time, so processing a stream in parts is bit-identical to
-processing the whole clip in one call. A call needs memory for one additional cache, in which the
-features of each latent frame replace those of the previous latent frame, convolution by
-convolution.
+a single video frame. Latent frames are processed one at a time, so the results for a stream that is
+processed in parts are bit-identical to those for the whole clip in one call. A call needs memory
+for one additional cache. In this cache, the features of each latent frame replace those of the
+previous latent frame, convolution by convolution.
 
-Shape letters: B streams, C channels, T frames, H height, W width (pixels of
+Shape letters: B streams, C channels, T frames, H height, W width (in pixels:
 `VAEConfig.spatial_factor` x latent cells).
 """
 
@@ -75,7 +75,7 @@ _COMPILE_ATTEMPTS = 2
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Shapes and dtype of a stream's cache. They are the same after every call."""
+    """Shapes and dtype of a stream's cache. They do not change between calls."""
 
     shapes: tuple[Shape, ...]
     """Shape of each feature, in the order of the layers that cache them."""
@@ -93,8 +93,8 @@ class CacheLayout:
         the length of the stream.
 
         Raises:
-            RequestFailed: A tensor is missing or differs from this layout (`invalid_snapshot`). The
-                message names the tensor.
+            RequestFailed: A tensor is missing or does not match this layout (`invalid_snapshot`).
+                The message names the tensor.
         """
         return VAECache(
             tuple(
@@ -112,15 +112,16 @@ class VAECache:
     """
 
     features: tuple[torch.Tensor, ...]
-    """Tensors [1, C, 1 or 2, h, w] in the VAE's dtype, in the order in which the network runs
-    its convolutions."""
+    """Tensors [1, C, 1 or 2, h, w] in the VAE's dtype. They have the same order as the network's
+    convolutions.
+    """
 
     @property
     def nbytes(self) -> int:
         return sum(feature.nbytes for feature in self.features)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors by the names used in digests and snapshots."""
+        """Return the tensors, keyed by the names that digests and snapshots use."""
         return {f"conv{index:02d}": feature for index, feature in enumerate(self.features)}
 
     def clone(self) -> "VAECache":
@@ -135,8 +136,8 @@ class VAECache:
 
     @classmethod
     def joined(cls, caches: Sequence["VAECache"]) -> "VAECache":
-        """Concatenate the caches of streams that are decoded together into new memory. The streams
-        must have the same size.
+        """Concatenate, in new memory, the caches of streams that are decoded together. The streams
+        must have the same frame size.
         """
         return cls(
             tuple(
@@ -151,8 +152,8 @@ class VAECache:
         return [VAECache(tuple(part.clone() for part in of_one)) for of_one in parts]
 
     def equal(self, other: "VAECache") -> bool:
-        """Return whether both caches are bitwise equal. Each compared tensor synchronises the
-        host with the device.
+        """Return whether both caches are bitwise equal. Comparing a tensor synchronises the host
+        with the device.
         """
         return all(torch.equal(a, b) for a, b in zip(self.features, other.features, strict=True))
 
@@ -174,11 +175,12 @@ class StreamingWanVAE(nn.Module):
             normalised float32.
         compiled: Whether to compile the decoder with torch.compile. The first latent frame of a
             stream is excluded, because it has separate control flow.
-        frames_per_call: Number of the 4 video frames per latent frame that pass through the
-            decoder's two largest levels at a time. Default: all 4. Smaller numbers need less memory
-            in addition to the cache and slightly more time. The results are equal.
-        bands: Band of rows that this rank decodes together with other ranks (`split_decode`), or
-            None for all rows.
+        frames_per_call: How many of a latent frame's 4 video frames pass through the decoder's two
+            largest levels at a time. Default: all 4. With a smaller number, the decoder needs less
+            memory in addition to the cache, but slightly more time. The number does not affect the
+            results.
+        bands: Band of rows that this rank decodes if the decode is split over ranks
+            (`split_decode`), or None to decode all rows.
         single_images: Whether to give convolutions a 2-D path for single images (`decode_image`).
         fuse: Function that returns a fused version of a `WanDecoder3d` for `bands`, or None to use
             diffusers' decoder.
@@ -270,8 +272,8 @@ class StreamingWanVAE(nn.Module):
 
     @property
     def takes_streams(self) -> bool:
-        """Return whether several streams are decoded in one call. For Wan 2.1, one call is faster
-        than separate calls if nothing is compiled.
+        """Return whether several streams are decoded in one call. For Wan 2.1, one call for all
+        streams is faster than separate calls if nothing is compiled.
 
         Streams of Wan 2.2 are decoded separately, because a single latent frame is enough work for
         a GPU (29 TFLOP at 480x832). The frames of a stream then do not depend on the other streams
@@ -284,9 +286,7 @@ class StreamingWanVAE(nn.Module):
         )
 
     def clear_derived(self) -> None:
-        """Discard tensors that were derived from weights. Call this after new weights are
-        loaded.
-        """
+        """Discard tensors derived from weights. Call this method after loading new weights."""
         for fused in (self._fused, self._fused_encoder):
             if fused is not None:
                 fused.clear_derived()
@@ -315,7 +315,7 @@ class StreamingWanVAE(nn.Module):
 
         Args:
             pixels_BCTHW: Video frames [B, 3, T, H, W] in [-1, 1]. T is 1 + 4n at the start of a
-                stream and 4n later. H and W are multiples of `VAEConfig.spatial_factor`.
+                stream and 4n later. H and W must be multiples of `VAEConfig.spatial_factor`.
             cache: Result of the previous call, or None if the stream starts with these frames.
 
         Returns:
@@ -375,12 +375,12 @@ class StreamingWanVAE(nn.Module):
 
         Args:
             latents_BCTHW: Unnormalised latents [B, C, n, h, w], in the VAE's dtype, with n >= 1.
-            cache: Result of the previous call, or None if the stream starts with these frames.
+            cache: Result of the previous call, or None if the stream starts with these latents.
 
         Returns:
-            Pixels [B, 3, T, H, W] in [-1, 1] in the VAE's dtype with T = 4n (4n - 3 at the start)
-            and H, W = `VAEConfig.spatial_factor` * h, w, and the next cache. With `bands`, both the
-            pixels and the cache contain only this rank's rows.
+            Pixels [B, 3, T, H, W] in [-1, 1], in the VAE's dtype, and the next cache. T is 4n (4n -
+            3 at the start of a stream), and H and W are h and w times `VAEConfig.spatial_factor`.
+            With `bands`, both the pixels and the cache contain only this rank's rows.
         """
         factor = self.config.spatial_factor
         if self.bands is not None:
@@ -402,11 +402,11 @@ class StreamingWanVAE(nn.Module):
 
     @torch.no_grad()
     def decode_image(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
-        """Decode single images to pixels [B, 3, 1, H, W]. The latents have the format of `decode`
-        with n = 1.
+        """Decode single images to pixels [B, 3, 1, H, W]. The latents have the same format as for
+        `decode`, with n = 1.
 
-        The pixels equal the first frame that `decode` returns. No feature cache is needed, because
-        no latent frame follows.
+        The pixels equal the first frame that `decode` returns for these latents. No feature cache
+        is needed, because no latent frame follows.
         """
         raw = (latents_BCTHW.float() * self.latents_std + self.latents_mean).to(self.dtype)
         cells = self.decoder(self.post_quant_conv(raw), first_chunk=True)
@@ -414,7 +414,8 @@ class StreamingWanVAE(nn.Module):
 
     def encoder_cache_layout(self, height: int, width: int) -> CacheLayout:
         """Return the layout of the encoder cache for a stream of `height` x `width` pixels, without
-        running the encoder."""
+        running the encoder.
+        """
         return _cache_layout(self.config, "encoder", height, width, self.dtype)
 
     def encoder_cache_nbytes(self, height: int, width: int) -> int:
@@ -429,7 +430,8 @@ class StreamingWanVAE(nn.Module):
 
     def decoder_cache_layout(self, height: int, width: int) -> CacheLayout:
         """Return the layout of this rank's decoder cache for a stream of `height` x `width` pixels,
-        without running the decoder."""
+        without running the decoder.
+        """
         if self.bands is not None:
             factor = self.config.spatial_factor
             height = factor * len(self.bands.rows(height // factor))
@@ -473,8 +475,8 @@ def _step(
     """Run one latent frame through `network`. Return the output and the features, which are
     replaced in place.
 
-    The caller must hold the only reference to `features`, so that replaced features are freed at
-    once. `features` is None at the start of a stream.
+    The caller must hold the only reference to `features`, so that replaced features are freed
+    immediately. `features` is None at the start of a stream.
     """
     if features is not None:
         return network(x_1CTHW, feat_cache=features, feat_idx=[0]), features
@@ -565,8 +567,8 @@ def _later_latents(decoder: Any, compiled: bool, frames_per_call: int | None) ->
 
 
 def _retains_frames(module: nn.Module) -> bool:
-    """Return whether a module is a convolution over several frames. Such convolutions cache
-    their last input frames.
+    """Return whether `module` is a convolution over several frames. Such convolutions cache their
+    last input frames.
     """
     return isinstance(module, WanCausalConv3d) and module.kernel_size[0] > 1
 
@@ -609,8 +611,8 @@ def _compiled(network: Network) -> Network:
 
 
 def _pad_first(feature: Any, shape: Shape, like: torch.Tensor) -> torch.Tensor:
-    """Pad a feature of the first latent frame to its final shape. The zero frames that are added in
-    front correspond to the convolution's padding.
+    """Pad a feature of the first latent frame to its final shape. The zero frames added in front
+    correspond to the convolution's padding.
 
     The first latent frame leaves one frame in a feature, and later latent frames leave two.
     Temporal upsamplers skip their convolution for the first latent frame, so their feature is a

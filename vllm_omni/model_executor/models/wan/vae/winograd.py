@@ -20,8 +20,8 @@ import torch
 Matrix = tuple[tuple[float, ...], ...]
 
 _RANGE: Final = 16.0
-"""Factor by which inputs are divided and results are multiplied, because activations may exceed
-65504, the largest value of fp16.
+"""Inputs are divided and results are multiplied by this factor, because activations can exceed
+65504, the largest fp16 value.
 """
 
 
@@ -30,11 +30,11 @@ class WinogradMatrices:
     """The matrices of F(m, 3)."""
 
     inputs: Matrix
-    """Matrix [m + 2, m + 2] from frames to combined frames."""
+    """Matrix [m + 2, m + 2] that maps frames to combined frames."""
     weights: Matrix
-    """Matrix [m + 2, 3] from weights to combined weights."""
+    """Matrix [m + 2, 3] that maps weights to combined weights."""
     results: Matrix
-    """Matrix [m, m + 2] from products to results."""
+    """Matrix [m, m + 2] that maps products to results."""
 
     def transformed(self, weight_OCTHW: torch.Tensor) -> torch.Tensor:
         """Combine a weight [O, C, 3, H, W] into m + 2 weights [m + 2, O, C, H, W] in
@@ -48,7 +48,9 @@ class WinogradMatrices:
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of combined frames, weights and products in a network of `dtype`."""
+    """Return the dtype of combined frames, combined weights and products in a network that runs in
+    `dtype`.
+    """
     return torch.float32 if dtype == torch.float32 else torch.float16
 
 
@@ -86,6 +88,6 @@ OF_FRAMES: Final[Mapping[int, WinogradMatrices]] = {
         ((1, 1, 1, 1, 1, 0), (0, 1, -1, 2, -2, 0), (0, 1, 1, 4, 4, 0), (0, 1, -1, 8, -8, 1)),
     ),
 }
-"""The matrices of F(2, 3) and F(4, 3), by m. F(2, 3) interpolates at the points 0, 1, -1 and
+"""The matrices of F(2, 3) and F(4, 3), keyed by m. F(2, 3) interpolates at the points 0, 1, -1 and
 infinity; F(4, 3) also interpolates at 2 and -2.
 """
