@@ -71,7 +71,7 @@ MODELS = (
     ),
     Model(
         "LingBot World 18.5B, preset `realtime`",
-        0.493,
+        0.492,
         2,
         11_192_977_920,
         "2026-11-30_lingbot_world_realtime.json",

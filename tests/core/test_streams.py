@@ -237,6 +237,8 @@ def test_a_fork_does_not_end_the_stream_of_its_source() -> None:
     streams = ScheduledStreams(10.0)
     streams.add_request("s0", fields("s", period_s=0.1), 0.0)
     finish(streams, "s0", num_steps=5, size=9)
+    streams.add_request("t0", fields("t"), 0.0)
+    finish(streams, "t0", num_steps=2, size=1)
     fork = RequestFields.read_extra_kwargs("fork", {"omni": {"session_id": "s", "op": "fork"}})
     streams.add_request("fork", fork, 0.0)
     streams.finish_request("fork", 0.0)

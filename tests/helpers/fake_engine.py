@@ -110,7 +110,8 @@ class FakeEngine:
         tensors = request_tensors(pooling_params.extra_kwargs)
         self.calls.append(Call(params, {name: tensor.numpy() for name, tensor in tensors.items()}))
         task = asyncio.create_task(self._work(params))
-        self.live[request_id] = task
+        if params.op == "generate":  # the engine finishes an operation even if it is aborted
+            self.live[request_id] = task
         try:
             envelope = await asyncio.shield(task)
         finally:

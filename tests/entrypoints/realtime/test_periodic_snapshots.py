@@ -310,3 +310,36 @@ def test_a_model_without_sessions_refuses_periodic_snapshots() -> None:
     omni = OmniConfig(snapshot_period_s=5, drain_snapshot_dir="kept")
     with pytest.raises(ValueError, match="Lance does not support it, because it has no sessions"):
         get_family("lance").check_refusals({}, omni, 1)
+
+
+def test_a_cancelled_restore_is_closed_in_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a restore is cancelled, the workers finish their call, so the session that they restore is
+    closed.
+    """
+
+    async def accept(self: SessionMigration, path: Path) -> None:
+        return
+
+    monkeypatch.setattr(SessionMigration, "_check", accept)
+
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        asked: list[str] = []
+
+        async def restore_session(session_id: str, path: Path) -> Any:
+            asked.append(session_id)
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(manager.engine, "restore_session", restore_session)
+        migration = SessionMigration(manager, StagingDirectory(tmp_path / "staging"), None)
+        key = ("me", "restored")
+        restoring = asyncio.create_task(migration.restore(key, "client", tmp_path / "file", "test"))
+        await until(lambda: bool(asked))
+        restoring.cancel()
+        await asyncio.wait([restoring])
+        await manager.wait_for_closed_sessions()
+        closed = [call.params.session_id for call in engine.calls if call.params.op == "close"]
+        assert closed == asked and manager.find(key) is None
+
+    scenario(test)

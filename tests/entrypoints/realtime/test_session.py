@@ -304,12 +304,31 @@ def test_a_cancelled_branch_leaves_no_copy_in_the_engine() -> None:
         engine.close_delay_s = 0.05
         branching = asyncio.create_task(manager.branch(session, ("me", "copy")))
         await until(lambda: engine.calls[-1].params.op == "fork")
+        copy = engine.calls[-1].params.fork_to
         branching.cancel()
         await asyncio.wait([branching])
         assert branching.cancelled() and manager.find(("me", "copy")) is None
-        await until(lambda: engine.calls[-1].params.op == "close")
+        await until(lambda: copy in engine.worlds)
         await manager.wait_for_closed_sessions()
         assert list(engine.worlds) == [session.engine_id]
         assert await ended(session.submit(job(LATER, "second"))) is None
+
+    scenario(test)
+
+
+def test_a_request_for_a_session_that_is_being_copied_waits() -> None:
+    """A request under the id of a copy that is not complete starts after the copy, with its
+    state."""
+
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        await ended(session.submit(job(FIRST, "first", image=True)))
+        engine.close_delay_s = 0.05
+        branching = asyncio.create_task(manager.branch(session, ("me", "copy")))
+        await until(lambda: engine.calls[-1].params.op == "fork")
+        copy = manager.find(("me", "copy"))
+        assert copy is not None
+        run = copy.submit(job(LATER, "early"))
+        assert await branching is copy and await ended(run) is None
+        assert payloads(run) == [b"1"]
 
     scenario(test)

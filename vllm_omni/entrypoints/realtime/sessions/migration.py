@@ -182,6 +182,9 @@ class SessionMigration:
                 header, scalars = await self.manager.engine.restore_session(session.engine_id, path)
             except (RequestFailed, OSError) as error:
                 raise _as_endpoint_error(error) from error
+            except asyncio.CancelledError:
+                session.free_engine_state()  # the workers finish the call that restores it
+                raise
             self._note_state(session, header, scalars)
         return session
 

@@ -701,7 +701,7 @@ class Session:
             EndpointError: `missing_image` if the session has no state yet.
         """
         with self.keep_alive(), new.keep_alive():
-            async with self._next_request:
+            async with self._next_request, new._next_request:
                 self._check_present()
                 if not self.started:
                     raise EndpointError(
@@ -709,8 +709,8 @@ class Session:
                     )
                 try:
                     await self._manager.engine.fork_session(self.engine_id, new.engine_id)
-                except asyncio.CancelledError:
-                    new.free_engine_state()  # the engine may have created the copy
+                except BaseException:
+                    new.free_engine_state()  # the engine, or some ranks, may have created the copy
                     raise
                 new.started, new.in_step = True, self.in_step
                 new.next_chunk, new.next_frame = self.next_chunk, self.next_frame
