@@ -399,7 +399,7 @@ def center(starts: Sequence[Sequence[float]]) -> float:
 
 def confidence_interval(starts: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Return the 95 % bootstrap interval for `center`, resampling the starts and then the pairs
-    within each start. Equal arguments always give the same interval.
+    within each start. Equal arguments always produce the same interval.
     """
     generator = random.Random(0)
     centers = sorted(

@@ -34,8 +34,8 @@ from vllm_omni.model_executor.models.wan.transformer import fused_ops
 assert vllm_omni.worker  # this import prepares torch for the CPU if there is no GPU
 
 LARGEST_ERROR = 5e-3
-"""Largest accepted relative error. Rounding normally distributed values to bf16 gives an error of
-1.7e-3, and sums of squares and norms in fp32 add little to it.
+"""Largest accepted relative error. Rounding normally distributed values to bf16 produces an error
+of 1.7e-3, and sums of squares and norms in fp32 add little to it.
 """
 WIDTHS = (5120, 1536)
 TOKENS, HEAD, EPS = 4680, 128, 1e-6

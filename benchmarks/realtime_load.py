@@ -4,7 +4,7 @@ r"""Measure whether many live sessions receive every frame on time, with and wit
 The server process runs this package's `/v1/realtime_video/generate` endpoint with a model that does
 nothing but return each chunk when it is due. A load generator runs in another process on another
 core, and bad clients run in a third process. A frame's added latency is the time from when the
-model returns the frame until the client has read it. Cadence is the number of frames read divided
+model returns the frame to when the client has read it. Cadence is the number of frames read divided
 by the number of frames due. `waited_for_core_percent` is the share of time for which the server or
 its clients were ready to run but had no core. A value of more than a few percent means that other
 load on the machine has delayed frames.
@@ -333,7 +333,7 @@ def provoke(
 
 
 def disconnects(args: argparse.Namespace, repeats: int = 20) -> dict[str, Any]:
-    """Measure the time from a client's disappearance until its long-running chunk is aborted."""
+    """Measure the time from a client's disappearance to the abort of its long-running chunk."""
     options = server_options(args) | {"fps": 0.1}
     times_ms = []
     with process("realtime_server.py", options, None) as child:

@@ -4,9 +4,9 @@ but return each chunk when it is due.
 
 `TimerModel` replaces vLLM's engine client and returns chunks of `chunk_frames` frames. Chunk n of a
 session is due n chunk durations after the first chunk. The model returns each chunk when it is due,
-with the due time stamped into its pixels. The endpoint's latency is the time from a chunk's due
-time until the chunk reaches the client's socket. `GET /state` returns the number of connections and
-the model's current work.
+with the due time stamped into its pixels. The endpoint's latency is the time from when a chunk is
+due to when it reaches the client's socket. `GET /state` returns the number of connections and the
+model's current work.
 """
 
 import asyncio

@@ -6,14 +6,14 @@
 
 The server is `vllm serve --omni`, started as a user would start it. Well-behaved clients
 (neighbours) each request one chunk every `--period-s` seconds, at scheduled times. A chunk's time
-runs from the scheduled time of its request until the chunk arrives, so if the server stalls, every
-delayed chunk shows the delay. The neighbours first run alone, and then alongside each attack in
-`realtime_attackers.py` in turn. `/health` is requested throughout. `program` is not an attack: like
-the attackers, it uses CPU time, but it does nothing else. Added latency is a chunk's time minus the
-median time of the chunks before the attacks. The added latency of the chunks before the attacks
-shows how noisy the machine and the engine are. The attackers get only the CPU time that other
-processes leave (`nice`), because real attackers would run on other machines. With `--apart`, the
-server has the first core to itself and all other processes share the other cores, so only the
+runs from the scheduled time of its request to the arrival of the chunk, so if the server stalls,
+every delayed chunk shows the delay. The neighbours first run alone, and then alongside each attack
+in `realtime_attackers.py` in turn. `/health` is requested throughout. `program` is not an attack:
+like the attackers, it uses CPU time, but it does nothing else. Added latency is a chunk's time
+minus the median time of the chunks before the attacks. The added latency of the chunks before the
+attacks shows how noisy the machine and the engine are. The attackers get only the CPU time that
+other processes leave (`nice`), because real attackers would run on other machines. With `--apart`,
+the server has the first core to itself and all other processes share the other cores, so only the
 attack's cost to the server is measured. `other_load` is the number of cores that other programs
 used during the measurement.
 """

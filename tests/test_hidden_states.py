@@ -247,8 +247,8 @@ def test_an_output_without_rows_is_none() -> None:
 
 
 def test_the_reason_of_a_failed_request_is_raised() -> None:
-    """The engine transmits a failed request's error as a stop reason, and reading the output raises
-    that error again.
+    """The engine transmits a failed request's error as a stop reason, and reading the output
+    re-raises that error.
     """
     failed = RequestFailed("too_large", 'the "limit" is 5 bytes')
     output = request_output(completion(None, finish_reason="error", stop_reason=error_text(failed)))

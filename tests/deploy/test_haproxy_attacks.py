@@ -372,8 +372,8 @@ SMUGGLED = b"0\r\n\r\nGET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n"
     ],
 )
 def test_malformed_requests_get_no_status_5xx(tmp_path: Path, request_bytes: bytes) -> None:
-    """A malformed request is rejected without a 5xx status, or exactly one server receives one
-    valid request.
+    """HAProxy either rejects a malformed request without a 5xx status, or forwards it to exactly
+    one server as a single valid request.
     """
     with edge(tmp_path) as target, served_neighbour(target):
         seen = target.requests_seen()

@@ -165,7 +165,7 @@ def test_a_snippet_of_a_client_runs(
 
 @of("json")
 def test_json_is_json(snippet: docs.Snippet) -> None:
-    """JSON blocks are valid JSON, so readers can paste JSON options."""
+    """Every `json` block in the docs parses, so readers can paste the JSON options as they are."""
     docs.check_json(snippet.text)
 
 

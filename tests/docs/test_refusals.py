@@ -212,7 +212,7 @@ HELD_BY = {
         "tests/entrypoints/realtime/test_named_images.py::test_bad_images_are_refused"
     ),
     # realtime_video.md
-    "a velocity outside of the range of an axis is refused": (
+    "a velocity outside an axis's range is refused": (
         "tests/entrypoints/realtime/test_world_poses.py::test_a_velocity_beyond_the_axes_is_refused"
     ),
     # realtime_webrtc.md and spectators.md

@@ -23,8 +23,8 @@ def t2v(tiny_checkpoint: Callable[..., Path]) -> Path:
 
 
 async def videos(client: EngineClient) -> list[torch.Tensor]:
-    """Return two videos of different lengths. They are generated concurrently, so one engine step
-    runs both experts.
+    """Return two videos generated with different numbers of denoising steps. They are generated
+    concurrently, so one engine step runs both experts.
     """
     wanted = [{"seed": seed, "num_inference_steps": 4 + seed, "num_frames": 9} for seed in range(2)]
     sent = (

@@ -299,8 +299,9 @@ def test_paths_are_compared_without_the_root_path(
 
 @pytest.mark.parametrize("root", ["", "/at"])
 def test_the_endpoint_gets_its_path_and_no_ticket(guarded: GuardedApp, root: str) -> None:
-    """The endpoint gets its own path and no ticket. The origin and the other headers, subprotocols
-    and query parameters reach the endpoint unchanged and in order.
+    """The endpoint sees its own path, and the ticket has been removed from the request. The origin
+    and the other headers, subprotocols and query parameters reach the endpoint unchanged and in
+    order.
     """
     ticket = guarded.ticket(KEYS[1], origin=ORIGIN)
     scope = socket_scope(

@@ -90,7 +90,7 @@ def walk(env: WorldVectorEnv, steps: int = 2) -> list[np.ndarray | dict[str, Any
 def test_a_remote_environment_has_the_bits_of_an_offline_one(
     observation: Any, llm: Any, world_url: str
 ) -> None:
-    """A remote environment gives the same results as an offline environment, bit for bit.
+    """A remote environment produces the same results as an offline environment, bit for bit.
 
     The test compares frames, latents, trajectories, forks and replays.
     """

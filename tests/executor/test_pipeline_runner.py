@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the pipeline runner, step by step.
 
-Requests give the same results as in diffusers, bit for bit, even if other requests fail or are
+Requests produce the same results as in diffusers, bit for bit, even if other requests fail or are
 aborted.
 """
 
@@ -88,8 +88,8 @@ def test_stock_scheduler_runs_whole_requests(
 def test_requests_run_one_at_a_time_by_default(
     make_runner: MakeRunner, tiny_pipelines: Pipelines
 ) -> None:
-    """By default, a second request waits until the first request has finished. Both give the same
-    results as diffusers.
+    """By default, a second request waits until the first request has finished. Both produce the
+    same results as diffusers.
     """
     runner = make_runner()
     execute(runner, step(new=[request("a", seed=1), request("b", seed=2)]))

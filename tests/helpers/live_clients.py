@@ -152,7 +152,8 @@ class Chunk:
 class GenerateClient:
     """A client of `/v1/realtime_video/generate` that behaves like the web page.
 
-    A map of an unknown type is treated as a header, and the next message as its payload.
+    A message of an unknown type fails the test. The message after a `frame_batch_header` is its
+    payload.
     """
 
     def __init__(

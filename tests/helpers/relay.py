@@ -3,9 +3,10 @@
 forwards.
 
 The tests use this relay because their machines' kernels often lack `netem`. `Network` describes the
-faults in one direction. `UdpRelay` and `TcpRelay` forward data with these faults, on an event loop
-in a separate thread. Packets in the same direction stay in order. The delay changes from time to
-time, like that of a network queue, and a packet that arrives at a full queue is dropped.
+faults in one direction. `UdpRelay` and `TcpRelay` forward data and inject these faults. They run on
+an event loop in a separate thread. Packets in the same direction stay in order. The delay changes
+from time to time, like that of a network queue, and a packet that arrives at a full queue is
+dropped.
 """
 
 import asyncio

@@ -334,7 +334,7 @@ def test_a_missing_file_is_named(tmp_path):
 @given(data=st.data())
 def test_unmapped_reading_equals_the_library(tmp_path, data):
     """This reader applies the safetensors library's header rules, so for every file that the
-    library accepts, both give the same tensors. If only the library rejects a damaged file, this
+    library accepts, both produce the same tensors. If only the library rejects a damaged file, this
     reader never reads more bytes than the file has.
     """
     tensors = {

@@ -78,8 +78,8 @@ def equal(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 def test_adapters_apply_in_batches_forks_and_restored_sessions(
     make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest], tmp_path: Path
 ) -> None:
-    """Requests with different adapters never share a forward pass, so each request gives the same
-    result as when it runs by itself.
+    """Requests with different adapters never share a forward pass, so each request produces the
+    same result as when it runs by itself.
 
     Forks and restored sessions keep the adapters.
     """
@@ -218,7 +218,7 @@ def test_chunks_in_flight_keep_the_adapters_they_started_with(
     requests: dict[str, LoRARequest],
     two: tuple[Any, Any],
 ) -> None:
-    """When two chunks of a session are in flight with different adapters, they give the same
+    """When two chunks of a session are in flight with different adapters, they produce the same
     results as when they run one at a time.
     """
     model = {

@@ -146,8 +146,8 @@ def test_a_snapshot_first_applies_results_of_finished_chunks(
 def test_a_failed_request_affects_no_other(
     runner: Any, make_runner: Any, null_world: Path, options: dict[str, Any], code: str
 ) -> None:
-    """A failed request affects no other request: another request in the same batch gives the same
-    result as when it runs by itself.
+    """A failed request affects no other request: another request in the same batch produces the
+    same result as when it runs by itself.
 
     The failed request's session is unchanged. The error does not reveal the message of an
     unexpected exception.

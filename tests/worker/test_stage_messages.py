@@ -14,7 +14,7 @@ from vllm_omni.worker.diffusion.link import ChunkNote, StageNote, padding, toget
     [[(2, 3, 4)], [(1, 5, 7), (6,), (2, 2, 3, 2)], [(3, 4)] * 12, [(), (5,)], [(0, 3), (2, 1)]],
 )
 def test_tensors_are_sent_unsplit(ranks: int, shapes: list[tuple[int, ...]]) -> None:
-    """Tensors are sent whole, including those without dimensions or elements.
+    """Tensors are sent whole, including 0-d and empty tensors.
 
     vLLM's worker would split a tensor into shards from different ranks if the tensor's length were
     divisible by the number of ranks.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An implementation of Wan 2.1's video autoencoder for whole clips. It is fast to train and uses
-the original parameter names.
+the original code's parameter names.
 
 The frames of all clips form one batch of images. A causal convolution over time is a 2-D
 convolution over three frames concatenated along the channel axis. As in the original, the first

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ray caster for the village that gives the same results on a CPU and on a GPU.
+"""A ray caster for the village that produces the same results on a CPU and on a GPU.
 
 It casts 2x2 rays per pixel, intersects the bodies nearest to the camera with the slab method
 (`casting.py`), and shades them by the directions of their faces. The ground and its baked sun

@@ -5,9 +5,9 @@ in addition to the regression that preserves the response to controls.
     torchrun --nproc-per-node N -m training.tiny_world.sharpen --data DIR --prompts prompts.pt --out
         DIR --resume DIR_OF_ROLLOUT --minutes M [--decoder FILE] [--adversarial R]
 
-Regression gives the mean of all possible continuations. This mean is blurred, and the last step of
-the few-step sampler cannot undo the blur. The adversary (a patch network over space and time) sees
-a few latent frames of the last step's result. The frozen decoder (`--decoder`) decodes them;
+Regression produces the mean of all possible continuations. This mean is blurred, and the last step
+of the few-step sampler cannot undo the blur. The adversary (a patch network over space and time)
+sees a few latent frames of the last step's result. The frozen decoder (`--decoder`) decodes them;
 without a decoder, the adversary sees latents. Distribution matching is not used, because it needs a
 second network that follows the generator's distribution and a teacher that is good at every sigma.
 The teacher available here is trained for only a handful of steps, and the time is better spent on

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ComposedEngine`: one vLLM engine of a composition. Its errors state the engine's name.
+"""`ComposedEngine`: one vLLM engine of a composition. Errors raised by this class include the
+engine's name.
 
 Every request ends in exactly one way: with its last output, with `RequestFailed`, with
 `ComposedEngineDied`, or with RuntimeError if the engine fails on this request. If the task that

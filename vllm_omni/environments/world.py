@@ -11,8 +11,8 @@ The engine is either vLLM's offline engine in this process (`load`) or a server 
 environments are stepped in a single engine call, which batches them. A step generates one chunk, so
 an environment's action applies to all of the chunk's latent frames. Frames are uint8; latents are
 float32 and unmodified. Forking an environment copies its session. Noise depends only on (seed,
-chunk, step), so equal seeds and actions give bit-identical results, both in this process and on a
-server. Worlds define no rewards; the caller may provide a reward function (`reward`).
+chunk, step), so equal seeds and actions produce bit-identical results, both in this process and on
+a server. Worlds define no rewards; the caller may provide a reward function (`reward`).
 """
 
 import math

@@ -40,7 +40,9 @@ def edges(frames: torch.Tensor) -> torch.Tensor:
 
 
 def sharpness(made: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """Return the sharpness of each clip (`edges`) relative to the ground truth. Shape: [B]."""
+    """Return the ratio of each clip's sharpness, as measured by `edges`, to that of the ground
+    truth. Shape: [B].
+    """
     return edges(made) / edges(truth).clamp(min=1e-6)
 
 

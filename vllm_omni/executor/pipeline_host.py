@@ -37,7 +37,7 @@ class PipelineHost:
         device: The pipeline's device.
         dtype: Dtype of all components that are not listed in `options.component_dtypes`.
         random_weights: Whether to generate random weights on the device instead of loading weights.
-            `--load-format dummy` uses this for benchmarks.
+            Set by `--load-format dummy`, for benchmarking.
 
     Raises:
         ValueError: The directory or an option is not supported.

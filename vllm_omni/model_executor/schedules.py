@@ -41,7 +41,7 @@ def noise_seed(seed: int, chunk_index: int, step: int) -> int:
 
 
 def standard_normal(shape: Sequence[int], seed: int, chunk_index: int, step: int) -> torch.Tensor:
-    """Return fp32 N(0, 1) noise from torch's CPU generator, which gives the same values on all
+    """Return fp32 N(0, 1) noise from torch's CPU generator, which produces the same values on all
     machines.
     """
     generator = torch.Generator().manual_seed(noise_seed(seed, chunk_index, step))

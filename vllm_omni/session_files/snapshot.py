@@ -251,7 +251,7 @@ def check_length(length: int) -> None:
 
 
 def _check_objects(count: int) -> None:
-    """Check the number of objects in a JSON text before the text is decoded.
+    """Reject a JSON document that contains too many objects, before decoding it.
 
     The number is limited because decoding a mebibyte of empty objects would block the process for
     300 ms.

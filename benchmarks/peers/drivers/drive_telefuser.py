@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs LingBot World Fast with TeleFuser 0.1.0.post3's pipeline.
 
-    recipe   its streaming example with window and sink: eager, PyTorch's SDPA
-    best     FlashAttention 3 through its own `attention`, channels-last VAE, torch.compile
+    recipe   TeleFuser's streaming example, with a sliding window and attention sinks; eager,
+             PyTorch SDPA
+    best     FlashAttention 3 through TeleFuser's `attention`, channels-last VAE, torch.compile
 
 The released pipeline has no options for attention or compilation. `best` combines parts of the
 package in the same way as TeleFuser's later code.

@@ -54,8 +54,8 @@ def video(model: ServedModel | None = None, **fields: Any) -> Any:
 
 
 def test_defaults_come_from_the_model() -> None:
-    """The default size is taken from the deployment, the default steps and guidance from the model
-    family, and the endpoint generates a seed.
+    """By default, the size comes from the deployment, the number of steps and the guidance scale
+    come from the model family, and the endpoint generates the seed.
     """
     (params,) = images().requests()
     assert (params.width, params.height, params.num_images, params.one_shot) == (832, 480, 1, True)

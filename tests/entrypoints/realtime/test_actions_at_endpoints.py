@@ -298,8 +298,8 @@ def test_the_world_endpoint_refuses_unsupported_requests(
 def test_an_evicted_session_without_images_needs_restart(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """An evicted session of a model without start images can be started again only with `restart`,
-    because nothing else distinguishes starting a session from continuing one.
+    """An evicted session of a model that takes no start image can be started again only with
+    `restart`, because nothing else distinguishes starting a session from continuing one.
     """
     endpoint = make_endpoint(info={"actions": SPACE, "session_idle_s": 0.2})
     with endpoint.client() as client:

@@ -317,7 +317,7 @@ def test_every_form_of_every_value_is_read() -> None:
 
 
 def test_a_message_that_ends_early_or_late_is_refused() -> None:
-    """A message that is truncated at any byte or has extra bytes is rejected. The tested message
+    """A message truncated at any byte, or followed by extra bytes, is rejected. The tested message
     contains every encoding of every type of value.
     """
     for end in range(len(ALL_FORMS)):

@@ -354,8 +354,8 @@ def test_a_stream_selects_an_adapter_by_its_model(
 def test_a_model_without_camera_or_image_is_steered_by_prompts(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """For a model without a camera or start image, the engine gets neither keys nor poses, a camera
-    command is rejected, and no image is required.
+    """For a model that has no camera and takes no start image, the engine gets neither keys nor
+    poses, a camera command is rejected, and no image is required.
     """
     engine.delay_s = 0.05
     endpoint = make_endpoint(info={"actions": ActionSpace(image="none")})

@@ -364,8 +364,9 @@ def test_stop_keeps_the_session_and_close_frees_it(client: Client, engine: FakeE
 def test_an_aborted_first_chunk_leaves_no_session(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """A session whose first chunk is aborted does not exist, and the engine is asked to free any
-    state that it may have created for the session. The session id can be used for a new session.
+    """If a session's first chunk is aborted, no session remains, and the engine is asked to free
+    any state that it may have created for the session. The session id can be used for a new
+    session.
     """
     engine.delay_s = 0.5
     with endpoint.client() as client:

@@ -217,8 +217,8 @@ def test_one_button_at_a_time_in_an_exclusive_space(
 def test_a_lost_world_without_images_is_started_over(
     browser: Browser, make_server: MakeServer, engine: FakeEngine
 ) -> None:
-    """When the session of a model without images is lost, the page offers to start again, because
-    there is no image to continue from.
+    """If a session is lost and its model takes no start image, the page offers to start over,
+    because there is no image to resume from.
     """
     with browser.page(make_server(info={"actions": PLAY, "fps": 48.0}).url) as page:
         page.wait_for("document.body.dataset.link === 'up'")

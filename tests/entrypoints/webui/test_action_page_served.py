@@ -89,7 +89,7 @@ def test_the_page_plays_the_world_and_the_recording_runs_again(
     browser: Browser, played: Served, recordings: Path, null_world: Path
 ) -> None:
     """The displayed images show a held key, a jump, a drag and a wheel notch. Replaying the
-    recording gives frames identical to the original ones.
+    recording produces frames identical to the original ones.
     """
     with browser.page(f"http://127.0.0.1:{played.port}/omni/") as page:
         page.wait_for("document.querySelector('#key-dialog').open")

@@ -194,8 +194,8 @@ def test_identities_of_freed_tensors_are_not_reused() -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_cuda_graphs_equal_plain_launches() -> None:
-    """Forward passes replayed from CUDA graphs give the same results and in-place writes as eager
-    forward passes. All graphs share one memory pool.
+    """Forward passes replayed from CUDA graphs produce the same results and in-place writes as
+    eager forward passes. All graphs share one memory pool.
     """
     weight, ring = torch.randn(64, 64, device="cuda"), torch.zeros(4, 8, 64, device="cuda")
     expected = ring.clone()

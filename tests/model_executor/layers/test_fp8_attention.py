@@ -54,8 +54,9 @@ def test_the_scale_of_each_head_is_undone() -> None:
 
 
 def test_queries_may_be_quantized_beforehand() -> None:
-    """Quantizing the queries in advance gives bit-identical attention results, even if the queries
-    are a slice of a wider tensor. The test includes attention to all tokens and to selected tokens.
+    """Quantizing the queries in advance produces bit-identical attention results, even if the
+    queries are a slice of a wider tensor. The test includes attention to all tokens and to selected
+    tokens.
     """
     q, stored, stored_as = window("cpu")
     scales = stored_as.scales

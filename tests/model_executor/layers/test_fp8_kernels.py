@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one-pass FP8 kernels give the same results as the plain PyTorch versions, which define the
+"""The one-pass FP8 kernels produce the same results as the plain PyTorch versions, which define the
 content of FP8 windows.
 """
 

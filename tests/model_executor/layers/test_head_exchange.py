@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Ulysses all-to-all reshards activations from sequence-sharded to head-sharded and back.
-Quantizing before and quantizing after the all-to-all give bit-identical results.
+Quantizing before and quantizing after the all-to-all produce bit-identical results.
 """
 
 from collections.abc import Callable, Iterator
@@ -168,8 +168,8 @@ def in_a_capture() -> Iterator[None]:
 
 
 def compare(parallel: ParallelContext, sizes: Sizes, *, hopper: bool, chunks: int = CHUNKS) -> None:
-    """Check that quantizing before and after the all-to-all gives bit-identical results, with and
-    without a graph capture, and that both equal the results of one rank.
+    """Check that quantizing before and after the all-to-all produces bit-identical results, with
+    and without a graph capture, and that both equal the results of one rank.
 
     Args:
         hopper: Whether attention uses FP8 matrix products.
@@ -211,9 +211,9 @@ def _compare(rank: int, rendezvous: str, hopper: bool, peers: bool) -> None:
 def test_quantizing_before_the_exchange_equals_quantizing_after_it(
     hopper: bool, peers: bool, tmp_path: Path
 ) -> None:
-    """Two ranks give the same results as one rank, bit for bit, with and without a graph capture.
-    The test cases include a single session, an odd number of tokens, and a batch of sessions at
-    different chunks.
+    """Two ranks produce the same results as one rank, bit for bit, with and without a graph
+    capture. The test cases include a single session, an odd number of tokens, and a batch of
+    sessions at different chunks.
     """
     run_ranks(_compare, (str(tmp_path / "rendezvous"), hopper, peers), RANKS)
 
@@ -356,9 +356,9 @@ def test_plain_windows_and_first_chunks_use_the_plain_exchange() -> None:
 def test_writing_into_the_window_equals_passing_keys_and_values(
     storage: torch.dtype | None,
 ) -> None:
-    """Writing keys and values directly into the window gives the same window content and attention
-    output as passing them as tensors. For a chunk that wraps around the ring buffer or sets the
-    scales, the window offers no buffers for direct writes.
+    """Writing keys and values directly into the window produces the same window content and
+    attention output as passing them as tensors. For a chunk that wraps around the ring buffer or
+    sets the scales, the window offers no buffers for direct writes.
     """
     sizes, exchange = Sizes(4), HeadExchange(ParallelContext(), 4 * CHUNK)
     passed, written = (make_window(HEADS, sizes, storage) for _ in range(2))

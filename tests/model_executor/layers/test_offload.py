@@ -68,8 +68,8 @@ def test_ranks_that_hold_layers_have_an_offloader(
 
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_two_experts_in_host_memory_make_the_same_bits(t2v: Path, share: float) -> None:
-    """Two experts give bit-identical latents whether or not they are offloaded to host memory. The
-    second of two requests has a new prompt, so cross-attention keys and values are recomputed
+    """Two experts produce bit-identical latents whether or not they are offloaded to host memory.
+    The second of two requests has a new prompt, so cross-attention keys and values are recomputed
     between the requests.
     """
     plain = load_model(t2v)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A linear layer gives the same result whether its inputs are quantized in advance or by the layer
-itself.
+"""A linear layer produces the same result whether its inputs are quantized in advance or by the
+layer itself.
 """
 
 import pytest

@@ -144,7 +144,7 @@ def test_adapter_parts_match_the_checkpoint_slots(size: int, tmp_path: Path) -> 
 
 
 def test_without_an_adapter_a_layer_is_unchanged() -> None:
-    """Layers with adapter support attached but no adapter give the same results as plain layers,
+    """Layers with adapter support attached but no adapter produce the same results as plain layers,
     bit for bit. Detaching the adapter support restores each layer's own method.
     """
     network, layers = build(ParallelContext())

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training code's autoencoder and tiny decoder give the same results as the serving package's
-streaming versions with the same files.
+"""The training code's autoencoder and tiny decoder produce the same results as the serving
+package's streaming versions with the same files.
 """
 
 from pathlib import Path
@@ -119,8 +119,8 @@ def test_frames_do_not_depend_on_later_ones(trained: Path, clip: torch.Tensor) -
 
 
 def test_the_cheap_decoder_is_the_served_one(tmp_path: Path) -> None:
-    """The tiny decoder gives the same pixels as the served tiny decoder, which decodes the latents
-    as a stream in two calls. The layer widths are read from the file.
+    """The training code's tiny decoder produces the same pixels as the serving one, which streams
+    the latents in two calls. The layer widths are read from the file.
     """
     torch.manual_seed(5)
     widths = (16, 12, 8, 8)

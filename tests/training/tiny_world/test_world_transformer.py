@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trained `WorldTransformer` gives the same flow as the served `LingBotTransformer`, which runs
-chunk by chunk.
+"""The trained `WorldTransformer` produces the same flow as the served `LingBotTransformer`, which
+runs chunk by chunk.
 """
 
 import itertools
@@ -320,7 +320,7 @@ def test_the_package_accepts_the_exported_config() -> None:
 
 @torch.no_grad()
 def test_a_roll_out_is_the_packages_sampler(network, served) -> None:
-    """A training rollout gives the same latents as the package's sampler with the same noise.
+    """A training rollout produces the same latents as the package's sampler with the same noise.
 
     As in the pipeline's loop, each chunk runs four steps with fresh noise between them, followed by
     a pass at timestep 0.

@@ -60,7 +60,8 @@ class MovedSession:
     num_bytes: int
     """Size of the snapshot in bytes."""
     pause_s: float
-    """Time in seconds from the start of the pause until the target server confirmed the move."""
+    """Time in seconds from the start of the pause to the target server's confirmation of the move.
+    """
     pause_bytes: int
     """Number of bytes copied during the pause, at most `num_bytes`."""
 

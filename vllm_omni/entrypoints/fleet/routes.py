@@ -98,7 +98,8 @@ class MigrateReply(BaseModel):
     bytes: int
     """Size of the snapshot in bytes."""
     pause_ms: float
-    """Time in milliseconds from the start of the pause until the target server confirmed the move.
+    """Time in milliseconds from the start of the pause to the target server's confirmation of the
+    move.
     """
     pause_bytes: int
     """Number of bytes copied during the pause, at most `bytes`."""

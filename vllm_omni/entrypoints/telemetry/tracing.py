@@ -60,7 +60,7 @@ class ChunkTrace:
         """Record that the chunk's last message has been sent.
 
         Args:
-            started_ns: Time when sending the first message started (`time.time_ns`).
+            started_ns: When sending began, i.e. the start of the first message (`time.time_ns`).
         """
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`streaming_family`: creates the registry entry of a streaming model from the functions and values
-that differ between models.
+"""`streaming_family` builds a streaming model's registry entry from its model-specific functions
+and values.
 
 `streaming_family` reads configs and options but loads no weights.
 """

@@ -3,7 +3,7 @@
 
 `lingbot_vae.py` compares the VAE. All sizes are read from the metadata and shapes of the recorded
 tensors, so golden files may use any sizes, windows, chunk lengths and seeds. The recorded weights
-have their original names.
+have the original code's parameter names.
 
 In fp32, the tolerance is 2e-5 for flow and K/V. The fp32 tolerance for latents is 1e-4, because
 rounding differences grow over several chunks. In bf16, the tolerance is 2 % of the largest recorded

@@ -22,7 +22,7 @@ _REFERENCE_FRAMES = 60
 _CODES = 64
 _INITIALIZER_RANGE = 0.12
 """Standard deviation of the weights. The value is large, so that the two best logits differ clearly
-and greedy decoding gives the same tokens with all kernels.
+and greedy decoding produces the same tokens with all kernels.
 """
 
 _PREPROCESSOR = {

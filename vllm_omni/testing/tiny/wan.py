@@ -227,7 +227,7 @@ def write_diffusers_transformer(
         out: Directory to write the checkpoint to.
         pipeline: Pipeline class in `model_index.json`.
         config: Contents of the transformer's `config.json`.
-        tensors: Tensors of the transformer, keyed by their original names.
+        tensors: Tensors of the transformer, keyed by the original code's parameter names.
         scheduler: Scheduler class in `model_index.json`.
         tokenizer: Tokenizer class in `model_index.json`.
     """

@@ -26,8 +26,8 @@ class ARCPUModelRunner(ARModelRunnerV1Mixin, CPUModelRunner):
         A step that computes only part of a prompt also samples a token, which is discarded. vLLM
         then rewinds the request's generator by an offset. CPU generators do not support this, and
         the resulting exception would stop the engine. A generator that is not passed to the sampler
-        does not advance, so nothing has to be rewound, and a seed gives the same tokens regardless
-        of how a prompt is split (docs/architecture/seams.md).
+        does not advance, so nothing has to be rewound, and a seed produces the same tokens
+        regardless of how a prompt is split (docs/architecture/seams.md).
         """
         batch = self.input_batch
         unfinished = np.flatnonzero(self.discard_request_mask.np[: batch.num_reqs]).tolist()

@@ -4,7 +4,7 @@
 **Forward.** vLLM's worker sends one dict of tensors from stage to stage. The dict contains hidden
 states or, for a VAE stage, a `StageNote` and final latents. vLLM assumes that all tensor-parallel
 ranks hold the same tensors: if the length of a tensor is divisible by the number of ranks, each
-rank sends a shard, and the receivers all-gather the shards. This all-gather would give wrong
+rank sends a shard, and the receivers all-gather the shards. This all-gather would produce wrong
 tensors with sequence parallelism, where each rank has its own tokens, and is impossible for host
 tensors. `together` therefore pads its buffers to a length that is not divisible by the number of
 ranks.

@@ -151,8 +151,9 @@ def test_requests_that_cannot_be_served_are_refused(
 
 
 def test_an_adapter_in_its_slot_takes_the_scale_of_each_request(paths: dict[str, Path]) -> None:
-    """An adapter's effect is proportional to the scale that the request sets. When the scale
-    returns to 1 after other scales, the results are bit-identical to the first ones.
+    """An adapter's effect is proportional to the scale that the request sets. After requests with
+    other scales, a request with scale 1 gives results that are bit-identical to the original
+    scale-1 results.
     """
     model = Model()
     store = make_store(model, paths, max_loras=1)

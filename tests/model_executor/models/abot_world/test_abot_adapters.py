@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ABot-World with a LoRA adapter gives the same results as ABot-World with the adapter merged into
-its weights. A LoRA adapter cannot change the model's built-in action adapter.
+"""ABot-World with a LoRA adapter produces the same results as ABot-World with the adapter merged
+into its weights. A LoRA adapter cannot change the model's built-in action adapter.
 """
 
 from pathlib import Path
@@ -38,7 +38,7 @@ def walk(world: AbotWorld, store: AdapterStore, choices: list[list[Lora]]) -> li
 def test_an_adapter_of_every_layer_equals_merged_weights(
     layouts: dict[str, Path], tmp_path: Path
 ) -> None:
-    """An adapter for every layer, which also applies to the reference images, gives the same
+    """An adapter for every layer, which also applies to the reference images, produces the same
     latents as weights with the adapter merged in. The latents of a later session without an adapter
     are bit-identical to the base model's.
     """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-, sequence- and pipeline-parallel runs give the same results as one rank (fp32, gloo, two
-processes).
+"""Tensor-, sequence- and pipeline-parallel runs produce the same results as one rank (fp32, gloo,
+two processes).
 """
 
 from pathlib import Path
@@ -54,8 +54,8 @@ def _compare(
 def test_two_ranks_equal_one(
     layouts: dict[str, Path], one_rank: Path, sequence_parallel: bool, tmp_path: Path
 ) -> None:
-    """Two ranks give the same latents as one rank. The first chunk has 26 tokens, of which 20 come
-    from reference images, so the second rank processes tokens from both reference images and
+    """Two ranks produce the same latents as one rank. The first chunk has 26 tokens, of which 20
+    come from reference images, so the second rank processes tokens from both reference images and
     frames.
     """
     rendezvous = str(tmp_path / "rendezvous")
@@ -83,7 +83,7 @@ def test_two_pipeline_stages_equal_one(
 def test_a_decoder_on_its_own_stage_gives_the_same_frames(
     layouts: dict[str, Path], decoder: str
 ) -> None:
-    """A separate VAE stage gives the same frames as one rank, bit for bit, although it stores
+    """A separate VAE stage produces the same frames as one rank, bit for bit, although it stores
     neither reference images nor a K/V window. Its position base follows the other stage's.
     """
     places = (None, ParallelContext(vae_stage=True), ParallelContext(stage=1, vae_stage=True))

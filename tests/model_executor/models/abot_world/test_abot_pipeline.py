@@ -152,8 +152,8 @@ def test_keys_may_change_inside_a_chunk(world: AbotWorld) -> None:
 
 
 def test_positions_relative_to_the_window_change_the_result(layouts: dict[str, Path]) -> None:
-    """Positions relative to the window give different latents as soon as the window has moved. The
-    difference is due only to the changed distance to the reference images.
+    """Positions relative to the window produce different latents as soon as the window has moved.
+    The difference is due only to the changed distance to the reference images.
     """
     carried, moved = (
         latents_of(load_world(layouts["original"], positions=kind), [{}] * 5)
@@ -249,8 +249,8 @@ def test_a_session_may_choose_a_shorter_window(world: AbotWorld) -> None:
 def test_a_growing_window_gives_the_same_results(
     layouts: dict[str, Path], kv_dtype: torch.dtype | None
 ) -> None:
-    """A growing window gives the same results as a fixed window, bit for bit. Memory for reference
-    images is allocated at the start, and memory for frames as the frames are generated.
+    """A growing window produces the same results as a fixed window, bit for bit. Memory for
+    reference images is allocated at the start, and memory for frames as the frames are generated.
     """
     full, growing = (
         load_world(layouts["original"], kv_dtype=kv_dtype, omni={"kv_growth": grows})

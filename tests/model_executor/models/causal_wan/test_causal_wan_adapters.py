@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An adapter in any naming convention gives the same stream as the merged weights
-W + scale * alpha / rank * up @ down.
+"""An adapter in any naming convention produces the same stream as the merged weights W + scale *
+alpha / rank * up @ down.
 
 Without the adapter, the stream is bit-identical to the base model's. A tiny causal Wan model
 generates the streams in fp32 and without an engine. The tensor names are those that each tool
@@ -113,7 +113,7 @@ STYLES: dict[str, tuple[Callable[[files.Factors, Path], Path], float]] = {
 def test_an_adapter_of_each_style_equals_merged_weights(
     style: str, model: CausalWan, causal_wan: Path, plain: list[torch.Tensor], tmp_path: Path
 ) -> None:
-    """An adapter for all layers with a scale of 0.7 gives the same latents as merged weights. A
+    """An adapter for all layers with a scale of 0.7 produces the same latents as merged weights. A
     later stream without the adapter is bit-identical to the base model's.
     """
     write, scaling = STYLES[style]
@@ -129,7 +129,7 @@ def test_an_adapter_of_each_style_equals_merged_weights(
 def test_an_adapter_written_by_peft_equals_pefts_merged_weights(
     model: CausalWan, causal_wan: Path, tmp_path: Path
 ) -> None:
-    """An adapter written by PEFT gives the same latents as the weights that PEFT itself merges.
+    """An adapter written by PEFT produces the same latents as the weights that PEFT itself merges.
     PEFT adapts a network with the same layer names.
     """
     from peft import LoraConfig, get_peft_model
@@ -296,7 +296,7 @@ def _compare(
 def test_two_ranks_with_adapters_equal_one(
     sequence_parallel: bool, causal_wan: Path, tmp_path: Path
 ) -> None:
-    """Two ranks, each of which applies its own shard of an adapter, give the same latents as one
+    """Two ranks, each of which applies its own shard of an adapter, produce the same latents as one
     rank. The adapter contains factors for all layers, and differences for biases and norms.
     """
     target = files.causal_wan_target(causal_wan)

@@ -143,7 +143,7 @@ def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_legal_order_gives_the_same_stream(causal_wan: Path, kind: str) -> None:
-    """Any legal chunk order gives the same stream. The test includes streams longer than the
+    """Any legal chunk order produces the same stream. The test includes streams longer than the
     window, a prompt switch, and both fewer and more chunks in flight than steps.
     """
     expected = one_by_one(causal_wan, kind)
@@ -300,8 +300,8 @@ class Pipeline:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stage_for_every_step_gives_the_same_stream(causal_wan: Path, kind: str) -> None:
-    """A pipeline with one stage per step gives the same stream as one process, even if all chunks
-    in flight are aborted once.
+    """A pipeline with one stage per step produces the same stream as one process, even if all
+    chunks in flight are aborted once.
     """
     expected = one_by_one(causal_wan, kind)
     pipeline = Pipeline(temporal_stages(causal_wan, KINDS[kind], STEPS))

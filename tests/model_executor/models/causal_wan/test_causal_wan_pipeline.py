@@ -124,7 +124,7 @@ def test_seed_and_prompt_change_the_result(model: CausalWan, change: dict[str, A
 
 
 def test_a_batch_of_streams_equals_streams_alone(any_model: CausalWan) -> None:
-    """Two streams that share forward passes at different denoise steps give the same latents as
+    """Two streams that share forward passes at different denoise steps produce the same latents as
     when each stream is run separately.
     """
     alone = stream(any_model, 3)

@@ -174,8 +174,8 @@ def test_the_frames_after_an_image_are_one_chunk(model: CausalWan) -> None:
 
 
 def test_an_image_gives_the_same_stream_in_a_batch_and_after_a_fork(model: CausalWan) -> None:
-    """A stream with a start image gives bit-identical latents when it is batched with streams
-    without images, and after a fork.
+    """A stream with a start image produces bit-identical latents when it is batched with streams
+    that have no start image, and after a fork.
     """
     alone = open_session(model, "alone", **LATENTS)
     first = run_chunk(model, alone, {"image": start_image()}, prompt="a beach", **LATENTS)[1][
@@ -275,8 +275,8 @@ def test_a_server_without_image_support_refuses_with_the_reason(
 
 
 def test_a_session_may_return_frames_and_latents(model: CausalWan) -> None:
-    """The `both` output type gives the same frames and latents as separate requests for frames and
-    for latents. A session's first chunk fixes the session's output type.
+    """The `both` output type produces the same frames and latents as separate requests for frames
+    and for latents. A session's first chunk fixes the session's output type.
     """
     session = open_session(model, output="both")
     both = run_chunk(model, session, prompt="a beach", output="both")[1]

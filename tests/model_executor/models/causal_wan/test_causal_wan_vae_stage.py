@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stream decoded on a separate pipeline stage gives the same frames as one rank."""
+"""A stream decoded on a separate pipeline stage produces the same frames as one rank."""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ PROMPTS = ("a beach", None, "a town at night", None)
 def test_frames_equal_those_of_one_rank(
     causal_wan: Path, source: str, options: dict[str, Any]
 ) -> None:
-    """A separate VAE stage gives the same frames as one rank. The test cases include a prompt
+    """A separate VAE stage produces the same frames as one rank. The test cases include a prompt
     switch, runs with and without a clean-context pass, and input video, which only the rank with
     transformer layers encodes.
     """

@@ -99,7 +99,7 @@ def test_noise_follows_motion_slowly() -> None:
 
 
 def test_a_stream_split_anywhere_is_encoded_as_one_clip(causal_wan: Path) -> None:
-    """With zero noise, encoding the input in chunks gives the same latents as encoding it as one
+    """With zero noise, encoding the input in chunks produces the same latents as encoding it as one
     clip with the VAE.
     """
     model = load_model(causal_wan, latent_frames_per_chunk=1)

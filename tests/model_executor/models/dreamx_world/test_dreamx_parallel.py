@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-, sequence- and pipeline-parallel runs give the same results as one rank (fp32, gloo, two
-processes). Adapters give the same results as merged weights.
+"""Tensor-, sequence- and pipeline-parallel runs produce the same results as one rank (fp32, gloo,
+two processes). Adapters produce the same results as merged weights.
 """
 
 from pathlib import Path
@@ -57,7 +57,7 @@ def _compare(
 def test_two_ranks_equal_one(
     checkpoint: Path, one_rank: Path, sequence_parallel: bool, tmp_path: Path
 ) -> None:
-    """Two ranks that share 18 tokens and 4 heads give the same latents as one rank. The split
+    """Two ranks that share 18 tokens and 4 heads produce the same latents as one rank. The split
     between the ranks falls within the second latent frame, and the camera branch sums its norm
     across both ranks. With Ulysses, the camera branch also uses all-to-all.
     """
@@ -102,7 +102,7 @@ def walk(world: DreamXWorld, store: AdapterStore, choices: list[list[Lora]]) -> 
 
 
 def test_an_adapter_of_every_layer_equals_merged_weights(checkpoint: Path, tmp_path: Path) -> None:
-    """An adapter for every layer, including the camera branch, gives the same latents as weights
+    """An adapter for every layer, including the camera branch, produces the same latents as weights
     with the adapter merged in. The latents of a later session without the adapter are bit-identical
     to the base model's.
     """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance adapters with PEFT's tensor names give the same results as merging them into the weights of
-both experts.
+"""Lance adapters with PEFT's tensor names produce the same results as merging them into the weights
+of both experts.
 """
 
 from pathlib import Path

@@ -44,7 +44,7 @@ CAT: dict[str, Any] = {
 def test_a_generation_with_graphs_equals_the_generation(
     plain: Lance, by_graphs: Lance, task: str
 ) -> None:
-    """Tasks with and without a pinned first frame give the same latents with graphs as without.
+    """Tasks with and without a pinned first frame produce the same latents with graphs as without.
     Each task runs twice, so the second run replays the first run's graph.
     """
     changes = {"num_inference_steps": 5, "output": "latents"}

@@ -57,8 +57,8 @@ def test_the_crop_is_centred_and_as_large_as_possible() -> None:
 
 @pytest.mark.parametrize("target", [(48, 80), (112, 160)])
 def test_resizing_equals_pillows_bicubic(target: tuple[int, int]) -> None:
-    """Enlarging or shrinking a smooth image gives the same result as Pillow within one uint8 level.
-    The results are not bit-identical, because Pillow rounds between its two passes.
+    """Enlarging or shrinking a smooth image produces the same result as Pillow within one uint8
+    level. The results are not bit-identical, because Pillow rounds between its two passes.
     """
     y, x = torch.meshgrid(torch.arange(66), torch.arange(110), indexing="ij")
     image = torch.stack((60 + y, 40 + x, 128 + 60 * torch.sin(x / 5 + y / 7)), dim=-1).to(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor- and sequence-parallel ranks give the same results as one rank for a batch that contains
-every kind of task (fp32, gloo).
+"""Tensor- and sequence-parallel ranks produce the same results as one rank for a batch that
+contains every kind of task (fp32, gloo).
 """
 
 from pathlib import Path
@@ -59,7 +59,7 @@ def _compare(
 def test_ranks_equal_one(
     sequence_parallel: bool, size: int, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Several ranks give the same results as one rank, even when four ranks share two key/value
+    """Several ranks produce the same results as one rank, even when four ranks share two key/value
     heads.
     """
     run_ranks(

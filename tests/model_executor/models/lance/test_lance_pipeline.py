@@ -56,7 +56,7 @@ def test_no_layer_runs_before_its_weights_are_fetched(lance: Lance, checkpoint: 
 
 
 def test_a_mixed_batch_equals_solo_runs(lance: Lance) -> None:
-    """When all seven tasks are started one step apart, they share engine steps and give the same
+    """When all seven tasks are started one step apart, they share engine steps and produce the same
     results as when each runs alone.
     """
     solo = [

@@ -334,7 +334,9 @@ def test_components_of_different_checkpoints_are_refused(checkpoints):
 
 
 def test_a_damaged_config_is_refused_by_file_name(checkpoints):
-    """A directory with a damaged config is still detected, and the error names the file."""
+    """A checkpoint directory with a corrupt config is still recognised as LingBot World, and the
+    error names the corrupt file.
+    """
     (checkpoints["original"] / "lingbot_world_fast" / "config.json").write_text("{")
     assert FAMILY.detect(checkpoints["original"])
     with pytest.raises(ValueError, match=r"config\.json cannot be read as JSON"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot World adapters, including those for its camera layers, give the same results as merged
+"""LingBot World adapters, including those for its camera layers, produce the same results as merged
 weights. Every CUDA graph belongs to one adapter.
 """
 

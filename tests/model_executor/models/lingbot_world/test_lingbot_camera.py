@@ -268,7 +268,7 @@ def test_fuzzed_poses_are_read_or_refused(data: Any) -> None:
 
 
 def test_a_path_in_chunks_equals_the_originals_whole_path() -> None:
-    """If `camera_scale` is a path's largest step, processing the path in chunks gives the same
+    """If `camera_scale` is a path's largest step, processing the path in chunks produces the same
     relative poses as processing it at once. The tolerance of 1e-5 is well above the fp32 rounding
     error of 3e-7.
     """

@@ -65,7 +65,7 @@ def ray_maps(
 def test_held_keys_give_the_ray_maps_of_each_implementation(
     world: LingBotWorld, recording: str, options: dict[str, Any]
 ) -> None:
-    """Over three chunks, held keys give the ray maps recorded from each implementation
+    """Over three chunks, held keys produce the ray maps recorded from each implementation
     (tests/golden/lingbot, tolerance 1e-5).
     """
     golden = load_file(GOLDEN / "camera.safetensors")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-, sequence- and pipeline-parallel runs give the same results as one rank (fp32, gloo, two
-processes).
+"""Tensor-, sequence- and pipeline-parallel runs produce the same results as one rank (fp32, gloo,
+two processes).
 """
 
 from contextlib import nullcontext
@@ -62,15 +62,15 @@ def test_two_ranks_equal_one(
     hopper: bool,
     tmp_path: Path,
 ) -> None:
-    """Two ranks give the same results as one rank, both for 18 tokens per chunk and for 9 tokens,
-    which cannot be divided evenly.
+    """Two ranks produce the same results as one rank, both for 18 tokens per chunk and for 9
+    tokens, which cannot be divided evenly.
     """
     arguments = (str(tmp_path / "rendezvous"), sequence_parallel, height, storage, hopper)
     run_ranks(_compare, arguments, 2)
 
 
 def test_two_pipeline_stages_equal_one() -> None:
-    """Two pipeline stages give the same results as one rank, bit for bit. Stage 0 has the patch
+    """Two pipeline stages produce the same results as one rank, bit for bit. Stage 0 has the patch
     embedding, and stage 1 has the head. Each stage computes the conditions for its own blocks.
     """
     data = inputs()

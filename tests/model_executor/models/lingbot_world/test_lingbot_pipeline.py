@@ -133,7 +133,7 @@ def test_request_fields_change_the_frames(world: LingBotWorld, change: dict[str,
 
 
 def test_poses_equal_the_actions_that_produce_them(world: LingBotWorld) -> None:
-    """Poses give the same frames as the actions that produce them. A client sends one pose per
+    """Poses produce the same frames as the equivalent actions. A client sends one pose per
     pixel frame, and the model uses every fourth pose. Intrinsics refer to an image of 480 x 832
     pixels.
     """
@@ -203,8 +203,8 @@ def test_sessions_at_different_steps_and_chunks_in_one_batch_equal_solo_runs(
 
 def test_an_aborted_chunk_leaves_the_session_byte_identical(any_world: LingBotWorld) -> None:
     """Aborting a chunk before, between or after its denoise steps, or after decoding, does not
-    change any byte of the session, even once the window is full. The retried chunk gives the same
-    result as a chunk that was never aborted.
+    change any byte of the session, even once the window is full. The retried chunk produces the
+    same result as a chunk that was never aborted.
     """
     session = open_session(any_world)
     run_chunk(any_world, session, prompt="a beach")
@@ -308,8 +308,8 @@ def test_a_first_chunk_of_one_latent_frame(lingbot_world: Path) -> None:
 def test_pipeline_stages_equal_one_rank_bit_for_bit(
     lingbot_world: Path, any_world: LingBotWorld
 ) -> None:
-    """Two pipeline stages give the same results as one rank, bit for bit. As in the runner, hidden
-    states are sent to the next stage, and latents are sent back to the first.
+    """Two pipeline stages produce the same results as one rank, bit for bit. As in the runner,
+    hidden states are sent to the next stage, and latents are sent back to the first.
     """
     options = {"window_frames": 7, "sink_frames": 2, "kv_dtype": any_world.kv_dtype}
     stages = [

@@ -98,7 +98,7 @@ def test_latents_depend_on_both_prompts(
 
 def test_two_sessions_in_one_forward_equal_each_alone(world: LingBotWorld) -> None:
     """Two sessions at the same step share one forward pass for both guidance branches, and each
-    session gives the same latents as when it runs alone.
+    session produces the same latents as when it runs alone.
     """
     alone = [latents(world, f"alone{seed}", 1, seed=seed) for seed in (1, 2)]
     requests = []

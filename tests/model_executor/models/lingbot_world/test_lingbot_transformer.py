@@ -37,7 +37,7 @@ def test_a_bf16_residual_stays_close() -> None:
 
 @torch.no_grad()
 def test_compiled_ops_give_the_same_flow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled ops give the same flow as plain ops (fp32, 1e-5) and are traced without graph
+    """Compiled ops produce the same flow as plain ops (fp32, 1e-5) and are traced without graph
     breaks. The test uses the aot_eager backend, because it needs no C++ compiler.
     """
     real = torch.compile

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot World gives the same frames whether decoding runs on a separate pipeline stage or
+"""LingBot World produces the same frames whether decoding runs on a separate pipeline stage or
 everything runs on one rank.
 """
 

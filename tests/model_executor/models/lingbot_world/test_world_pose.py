@@ -213,7 +213,7 @@ def test_keys_after_poses_continue_from_the_last_pose(world: LingBotWorld) -> No
 
 
 def test_the_input_is_periodic() -> None:
-    """Moving the camera by whole periods gives the same network input."""
+    """Moving the camera by whole periods produces the same network input."""
     view = torch.tensor([[31.2, 31.2, 24.0, 16.0]], dtype=torch.float64)
     here, there = (
         world_features(world_pose(x, z, 30.0)[None], view, HEIGHT, WIDTH, PERIOD_M)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix-Game adapters, including those for its action layers, give the same results as merged
+"""Matrix-Game adapters, including those for its action layers, produce the same results as merged
 weights on one rank and on two ranks.
 """
 
@@ -56,9 +56,9 @@ def walk(
 
 
 def test_an_adapter_of_every_layer_equals_merged_weights(checkpoint: Path, adapter: Path) -> None:
-    """An adapter for every layer gives the same latents as weights with the adapter merged in. When
-    a session switches adapters, the keys and values of its image are recomputed. The latents of a
-    later session without the adapter are bit-identical to the base model's.
+    """An adapter for every layer produces the same latents as weights with the adapter merged in.
+    When a session switches adapters, the keys and values of its image are recomputed. The latents
+    of a later session without the adapter are bit-identical to the base model's.
     """
     keys, game = KEYS[checkpoint.name], load_game(checkpoint)
     store = make_store(game, {"ink": adapter})
@@ -123,7 +123,7 @@ ON_TWO_RANKS = pytest.mark.parametrize(
 def test_two_ranks_equal_one(
     sequence_parallel: bool, checkpoint: Path, adapter: Path, one_rank: Path, tmp_path: Path
 ) -> None:
-    """Two ranks that use an adapter give the same latents as one rank. Keys and values share one
+    """Two ranks that use an adapter produce the same latents as one rank. Keys and values share one
     weight tensor, and each tensor-parallel rank selects its rows from that tensor.
     """
     files_of_ranks = (str(tmp_path / "rendezvous"), str(checkpoint), str(adapter), str(one_rank))

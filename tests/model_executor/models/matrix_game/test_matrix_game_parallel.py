@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-, sequence- and pipeline-parallel runs give the same results as one rank (fp32, gloo, two
-processes).
+"""Tensor-, sequence- and pipeline-parallel runs produce the same results as one rank (fp32, gloo,
+two processes).
 """
 
 from pathlib import Path
@@ -68,8 +68,8 @@ ON_TWO_RANKS = pytest.mark.parametrize(
 def test_two_ranks_equal_one(
     checkpoint: Path, one_rank: Path, sequence_parallel: bool, tmp_path: Path
 ) -> None:
-    """Two ranks that share 36 tokens and 4 heads give the same latents as one rank. With Ulysses,
-    the mouse attention also uses all-to-all.
+    """Two ranks that share 36 tokens and 4 heads produce the same latents as one rank. With
+    Ulysses, the mouse attention also uses all-to-all.
     """
     run_ranks(
         _compare,

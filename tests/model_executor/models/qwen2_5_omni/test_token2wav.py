@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token2wav model in the diffusion runner gives the same audio as `Qwen2_5OmniToken2WavModel`
-from Hugging Face Transformers.
+"""The token2wav model in the diffusion runner produces the same audio as
+`Qwen2_5OmniToken2WavModel` from Hugging Face Transformers.
 """
 
 from collections.abc import Callable

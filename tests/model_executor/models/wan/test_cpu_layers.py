@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fast CPU layers give the same results as diffusers' layers and always use the most recently
-loaded weights.
+"""The fast CPU layers produce the same results as diffusers' layers and always use the most
+recently loaded weights.
 """
 
 import copy
@@ -130,8 +130,8 @@ WAN_2_2: dict[str, Any] = {
 
 @pytest.mark.parametrize("values", [WAN_2_1, WAN_2_2], ids=["2.1", "2.2"])
 def test_a_whole_autoencoder_is_unchanged(values: dict[str, Any]) -> None:
-    """When diffusers' autoencoder encodes and decodes a clip, it gives the same result with these
-    layers as with its own layers.
+    """When diffusers' autoencoder encodes and decodes a clip, it produces the same result with
+    these layers as with its own layers.
     """
     torch.manual_seed(0)
     plain: Any = AutoencoderKLWan(**values)

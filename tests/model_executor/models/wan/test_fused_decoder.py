@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused decoder, with its passes in plain torch (fp32, CPU), gives the same results as the
+"""The fused decoder, with its passes in plain torch (fp32, CPU), produces the same results as the
 plain decoder: frames, caches, decoding in parts, and bands.
 
 test_stack_kernels.py tests the passes themselves as kernels.
@@ -132,7 +132,7 @@ def test_the_fused_decoder_on_a_gpu_is_as_accurate_as_the_plain_one(
     release: str, latents: torch.Tensor
 ) -> None:
     """On a GPU, the fused decoder in bf16 is as close to the fp32 result as the plain decoder in
-    bf16. Decoding a stream in parts gives the same frames as decoding it at once, bit for bit.
+    bf16. Decoding a stream in parts produces the same frames as decoding it at once, bit for bit.
     """
     exact = random_vae(base_dim=32, release=release).decode(latents, None)[0]
     with torch.device("cuda"):

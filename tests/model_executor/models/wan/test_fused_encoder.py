@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused encoder, with its passes in plain torch (fp32, CPU), gives the same results as the
+"""The fused encoder, with its passes in plain torch (fp32, CPU), produces the same results as the
 plain encoder: latents, caches, and encoding in parts.
 
 test_stack_kernels.py tests the passes themselves as kernels.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal convolutions that use only their last temporal tap for a single frame give the same
+"""Causal convolutions that use only their last temporal tap for a single frame produce the same
 results as diffusers' convolutions.
 """
 
@@ -54,7 +54,7 @@ def test_an_image_equals_the_first_frame_of_its_clip() -> None:
 @pytest.mark.parametrize("frames", [1, 3])
 @torch.no_grad()
 def test_images_and_clips_equal_diffusers_autoencoder(frames: int) -> None:
-    """Encoding and decoding two images or clips in one call gives the same results as diffusers'
+    """Encoding and decoding two images or clips in one call produces the same results as diffusers'
     autoencoder.
     """
     vae = small_vae()

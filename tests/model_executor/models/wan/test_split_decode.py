@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decode split across ranks into bands of rows gives the same frames as a decode on one rank
+"""A decode split across ranks into bands of rows produces the same frames as a decode on one rank
 (fp32, gloo, one process per rank).
 """
 
@@ -85,7 +85,7 @@ def check_bands(
 
 
 def check_one_piece(bands: RowBands) -> None:
-    """Check that decoding a band of a stream in parts gives the same results as decoding it at
+    """Check that decoding a band of a stream in parts produces the same results as decoding it at
     once, bit for bit.
     """
     mine = build(bands)

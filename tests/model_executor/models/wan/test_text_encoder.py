@@ -45,8 +45,8 @@ def encoder(layout) -> TextEncoder:
 
 
 def test_hidden_states_equal_those_of_a_padded_batch(encoder):
-    """Encoding only the valid tokens gives the same hidden states as the original implementation,
-    which pads every prompt to 512 tokens.
+    """Encoding only the valid tokens produces the same hidden states as the original
+    implementation, which pads every prompt to 512 tokens.
     """
     states = encoder.encode(PROMPT)
     ids = encoder.prompts.tokenize(PROMPT)
@@ -95,7 +95,7 @@ def test_reloaded_weights_are_captured_again(layout):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are CUDA's")
 def test_graphs_equal_plain_launches(layout):
-    """Encoding with CUDA graphs gives the same hidden states as encoding without graphs, bit for
+    """Encoding with CUDA graphs produces the same hidden states as encoding without graphs, bit for
     bit. On a GPU, prompts are padded in both modes.
     """
     with torch.device("cuda"):
@@ -125,7 +125,7 @@ def test_prompts_are_cleaned_as_in_the_original(prompt, cleaned):
 
 
 def test_ids_end_with_end_of_sequence_and_are_truncated(layout):
-    """A prompt of any length gives at most `max_tokens` ids. The last id is the end-of-sequence
+    """A prompt of any length produces at most `max_tokens` ids. The last id is the end-of-sequence
     token.
     """
     encoder = build(layout, max_tokens=8)
@@ -140,7 +140,7 @@ def test_ids_end_with_end_of_sequence_and_are_truncated(layout):
     "text", ["a lighthouse in the rain", "x ∑ 世界 é", "🙂", "unknown: \u0378", ""]
 )
 def test_tokenizer_json_gives_sentencepieces_ids(layout, text):
-    """`tokenizer.json` gives the same ids as SentencePiece, including the byte encoding of rare
+    """`tokenizer.json` produces the same ids as SentencePiece, including the byte encoding of rare
     characters.
     """
     processor = sentencepiece.SentencePieceProcessor(
@@ -151,7 +151,7 @@ def test_tokenizer_json_gives_sentencepieces_ids(layout, text):
 
 
 def test_a_spiece_model_alone_suffices(layout, tmp_path):
-    """Without `tokenizer.json`, the SentencePiece model gives the same ids and truncation."""
+    """Without `tokenizer.json`, the SentencePiece model produces the same ids and truncation."""
     (tmp_path / "spiece.model").write_bytes((layout.tokenizer / "spiece.model").read_bytes())
     for limit in (512, 5):
         assert open_tokenizer(tmp_path, limit).encode(PROMPT) == open_tokenizer(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding a stream with the tiny decoder gives the same frames as running the decoder's network on
-a whole clip with initially empty memories.
+"""Decoding a stream with the tiny decoder produces the same frames as running the decoder's network
+on a whole clip with initially empty memories.
 """
 
 from pathlib import Path
@@ -66,8 +66,8 @@ def test_a_stream_split_anywhere_equals_the_whole_clip(vae: TinyVAEDecoder, cut:
 def test_enlarging_frames_in_the_convolution_equals_enlarging_them_first(
     channels: int, factor: int, layout: torch.memory_format
 ) -> None:
-    """Enlarging frames within the convolution gives the same result as enlarging them before it, as
-    the original implementation does. One case has three fp32 channels, which cannot be copied as
+    """Enlarging frames within the convolution produces the same result as enlarging them before it,
+    as the original implementation does. One case has three fp32 channels, which cannot be copied as
     eight-byte words.
     """
     grow = TemporalUpsample(channels, factor)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streaming VAE gives the same results as the original implementation. Processing a clip as a
-stream gives the same results as processing it at once, bit for bit.
+"""The streaming VAE produces the same results as the original implementation. Processing a clip as
+a stream produces the same results as processing it at once, bit for bit.
 
 `tests/golden/lingbot/vae*` were recorded on a CPU in float32 from the original Wan VAE with a base
 dimension of 4 and random weights.
@@ -69,7 +69,7 @@ def test_uint8_frames_round_to_nearest(golden):
 
 @pytest.mark.parametrize("cuts", [[9, 12, 12], [1, 8, 24], [1] + [4] * 8, [33]])
 def test_a_streamed_encode_equals_the_whole_clip_bit_for_bit(vae, clip, cuts):
-    """Encoding a clip in parts gives the same latents and cache as encoding it at once, bit for
+    """Encoding a clip in parts produces the same latents and cache as encoding it at once, bit for
     bit.
     """
     whole, whole_cache = vae.encode(clip, None)
@@ -80,8 +80,8 @@ def test_a_streamed_encode_equals_the_whole_clip_bit_for_bit(vae, clip, cuts):
 
 @pytest.mark.parametrize("cuts", [[3, 3, 3], [1, 1, 1, 3, 3], [2, 7], [9]])
 def test_a_streamed_decode_equals_the_whole_clip_bit_for_bit(vae, golden, cuts):
-    """Decoding latents in parts gives the same frames and cache as decoding them at once, bit for
-    bit.
+    """Decoding latents in parts produces the same frames and cache as decoding them at once, bit
+    for bit.
     """
     whole, whole_cache = vae.decode(golden["latents"], None)
     pixels, cache = decode_stream(vae, golden["latents"], cuts)
@@ -296,7 +296,9 @@ def test_sizes_that_are_no_multiple_of_eight_are_refused(vae):
 
 
 def test_a_config_round_trips_through_the_diffusers_keys():
-    """Converting a config to a diffusers checkpoint's keys and back gives the same architecture."""
+    """Converting a config to a diffusers checkpoint's keys and back produces the same
+    architecture.
+    """
     config = VAEConfig(base_dim=4)
     assert VAEConfig.from_dict({"_class_name": "AutoencoderKLWan", **config.to_dict()}) == config
     assert VAEConfig.from_dict(dict(AutoencoderKLWan(base_dim=4).config)) == config

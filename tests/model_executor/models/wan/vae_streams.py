@@ -72,7 +72,7 @@ RELEASES = {
 def random_vae(
     seed: int = 0, base_dim: int = 4, release: str = "2.1", **options: Any
 ) -> StreamingWanVAE:
-    """Return a VAE with random weights that give frames with contrast. By default, it has no
+    """Return a VAE with random weights that produce frames with contrast. By default, it has no
     encoder. `options` override this default.
     """
     config = replace(RELEASES[release], base_dim=base_dim, decoder_base_dim=None)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan 2.2 adapters give the same results as merging them into the weights. The tensor names or the
-file name determines whether an adapter applies to one expert or to both.
+"""Wan 2.2 adapters produce the same results as merging them into the weights. The tensor names or
+the file name determines whether an adapter applies to one expert or to both.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running the two branches of classifier-free guidance on two ranks (gloo, two processes) gives the
-same latents as running them on one rank.
+"""Running the two branches of classifier-free guidance on two ranks (gloo, two processes) produces
+the same latents as running them on one rank.
 """
 
 from pathlib import Path

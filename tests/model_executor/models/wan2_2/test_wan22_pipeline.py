@@ -24,8 +24,8 @@ A14B = Wan22Checkpoint("t2v", 0.875, 16, 8, 4)
 
 
 def test_requests_at_different_steps_share_a_forward(checkpoints: dict[str, Path]) -> None:
-    """Requests that share forward passes give the same latents as when each runs alone, even if one
-    starts two steps later with a different guidance, prompt and schedule length.
+    """Requests that share forward passes produce the same latents as when each runs alone, even if
+    one starts two steps later with a different guidance, prompt and schedule length.
     """
     model = load_model(checkpoints["t2v"])
     assert isinstance(model, SupportsStepExecution)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-parallel runs give the same results as a single rank (fp32, gloo, two processes)."""
+"""Tensor-parallel runs produce the same results as a single rank (fp32, gloo, two processes)."""
 
 from pathlib import Path
 from typing import Any

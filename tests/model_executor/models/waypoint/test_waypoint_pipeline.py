@@ -103,9 +103,9 @@ def test_a_prompt_takes_effect_at_the_next_frame(checkpoints: dict[str, Path]) -
 
 
 def test_a_session_with_graphs_equals_one_without(checkpoints: dict[str, Path]) -> None:
-    """A session with graphs gives the same results as a session without graphs, and a single graph
-    is sufficient for all passes of all frames. Because v1 is slow, its test runs only enough frames
-    to fill the larger ring buffers.
+    """A session with graphs produces the same results as a session without graphs, and a single
+    graph is sufficient for all passes of all frames. Because v1 is slow, its test runs only enough
+    frames to fill the larger ring buffers.
     """
     for layout, frames in (("v1_5", chunks()), ("v1", chunks()[:9])):
         plain, by_graphs = load_world(checkpoints[layout]), load_world(checkpoints[layout])
@@ -196,8 +196,9 @@ def test_a_session_holds_the_bytes_that_admission_counted(
 def test_two_pipeline_stages_equal_one(
     checkpoints: dict[str, Path], layout: str, partitions: list[tuple[int, int]]
 ) -> None:
-    """Two pipeline stages give the same results as one rank, bit for bit. In v1.5, the first stage
-    sends the first layer's attention values to the second stage along with the residual stream.
+    """Two pipeline stages produce the same results as one rank, bit for bit. In v1.5, the first
+    stage sends the first layer's attention values to the second stage along with the residual
+    stream.
     """
     alone = latents_of([load_world(checkpoints[layout])], chunks())
     for partition in partitions:

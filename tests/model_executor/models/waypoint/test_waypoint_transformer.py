@@ -43,7 +43,7 @@ def committed(model: WaypointTransformer, seed: int, frames: int) -> FrameRings:
 
 
 def test_a_request_has_the_same_bits_in_a_batch(model: WaypointTransformer) -> None:
-    """A request gives bit-identical latents whether it is run alone or batched with sessions of
+    """A request produces bit-identical latents whether it is run alone or batched with sessions of
     other ages and at other steps.
     """
     windows, sigmas = [committed(model, 10 * age, age) for age in (0, 3, 9)], (1.0, 0.3, 0.0)

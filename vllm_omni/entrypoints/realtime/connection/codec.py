@@ -267,8 +267,8 @@ def _array(dtype_name: Any, shape: Any, data: Any) -> np.ndarray:
     """Build an array from its parts, in native byte order.
 
     Raises:
-        CodecError: The dtype or the shape is invalid, or dtype, shape and data do not match
-            exactly.
+        CodecError: The dtype or shape is invalid, or the data is not a byte string of exactly the
+            size that they require.
     """
     if isinstance(dtype_name, bytes):
         dtype_name = dtype_name.decode(errors="replace")

@@ -381,7 +381,7 @@ class EventReader:
 
 
 def _event_id(value: Any) -> int | None:
-    """Return the id of a message that is an event.
+    """Return the `event_id` of an event message, or None if it has none.
 
     Raises:
         EndpointError: The message is not an event, or its id is invalid.

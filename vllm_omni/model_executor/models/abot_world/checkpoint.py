@@ -39,8 +39,8 @@ LAYOUTS: Final = ("original", "diffusers")
 """Names of the layouts that `make-tiny` can write."""
 TRANSFORMER_FILE: Final = "diffusion_pytorch_model.safetensors"
 RULES = wan.TRANSFORMER_RULES
-"""Rules that strip prefixes and map diffusers names to the original names. Original names are left
-unchanged.
+"""Rules that strip prefixes and map diffusers names to the original code's parameter names. Names
+that already have this form are left unchanged.
 """
 _ADAPTER = "act_control_adapter."
 _KEYS = f"{_ADAPTER}conv.weight"

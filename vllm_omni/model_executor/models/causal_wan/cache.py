@@ -8,8 +8,8 @@ There are two modes, both built on `KVWindow`s:
   chunks wrote at their own step j. After the stream's first chunk, every window contains the K/V
   that this chunk wrote in its last step.
 
-In both modes, results depend only on frame indices and steps. Running chunks concurrently gives the
-same result as running them one after another, if the K/V that a step reads have already been
+In both modes, results depend only on frame indices and steps. Running chunks concurrently produces
+the same result as running them one after another, if the K/V that a step reads have already been
 written. Frames are committed only when `commit` is called.
 """
 

@@ -80,8 +80,8 @@ class CausalWanConfig(ChunkTransformerConfig):
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "CausalWanConfig":
-        """Read a transformer's `config.json` in either key style. An empty mapping gives the 1.3B
-        model's config.
+        """Read a transformer's `config.json` in either key style. For an empty mapping, the 1.3B
+        model's config is returned.
 
         If keys are unknown or values are unsupported, the method raises a ValueError that names all
         of them.

@@ -35,8 +35,8 @@ LAYOUTS = ("original", "diffusers")
 """Names of the layouts that `make-tiny` can write."""
 
 RULES = TRANSFORMER_RULES
-"""Rules that strip prefixes and map diffusers names to the original names. The camera branch's
-names do not change.
+"""Rules that strip prefixes and map diffusers names to the original code's parameter names. The
+camera branch's names do not change.
 """
 
 _FOLDER: Final = "transformer"

@@ -75,8 +75,8 @@ class DreamXConfig(Trunk5BConfig):
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "DreamXConfig":
-        """Read a transformer's `config.json`, with the keys of either layout. An empty mapping
-        gives the released model's config.
+        """Read a transformer's `config.json`, with the keys of either layout. For an empty mapping,
+        the released model's config is returned.
 
         Raises:
             ValueError: A key is unknown, or a value is not supported.

@@ -2,9 +2,9 @@
 """Download DreamX-World-5B (autoregressive), with the VAE, text encoder and tokenizer of
 Wan2.2-TI2V-5B.
 
-Download sizes come from public file lists. The transformer's licence is known only from third-party
-sources, which report that the model card states "mit". Users must therefore accept the licence
-explicitly.
+Download sizes are taken from the repositories' published file listings. The transformer's licence
+is known only from third-party sources, which report that the model card states "mit". Users must
+therefore accept the licence explicitly.
 """
 
 from pathlib import Path

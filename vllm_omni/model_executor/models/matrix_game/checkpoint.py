@@ -63,8 +63,8 @@ _MARK = re.compile(r"^(model\.)?blocks\.\d+\.action_model\.keyboard_embed\.0\.we
 """Pattern for the name of a tensor that no other Wan transformer has."""
 
 RULES: Rules = (*TRANSFORMER_RULES, *wan.IMAGE_RULES)
-"""Rules that strip prefixes and map diffusers names to the original names. Original names are left
-unchanged.
+"""Rules that strip prefixes and map diffusers names to the original code's parameter names. Names
+that already have this form are left unchanged.
 """
 
 OUTSIDE_TENSORS: dict[str, Sizes] = {

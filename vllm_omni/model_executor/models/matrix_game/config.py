@@ -212,9 +212,9 @@ class MatrixGameConfig(ChunkTransformerConfig):
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "MatrixGameConfig":
-        """Read a transformer's `config.json`, with the keys of either layout. An empty mapping
-        gives the released universal model's config. If the config does not specify a window, the
-        variant's window is used.
+        """Read a transformer's `config.json`, with the keys of either layout. For an empty mapping,
+        the released universal model's config is returned. If the config does not specify a window,
+        the variant's window is used.
 
         Raises:
             ValueError: A key is unknown, or a value is not supported.

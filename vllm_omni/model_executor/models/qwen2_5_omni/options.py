@@ -98,7 +98,7 @@ class SpeechDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     def part_codes(self, emitted: int) -> int:
         """Return the number of codes in the chunk that follows the first `emitted` codes.
 
-        This number depends only on `emitted`, so the same seed always gives the same audio.
+        This number depends only on `emitted`, so the same seed always produces the same audio.
         """
         first, size = 0, self.chunk_codes
         while first + size <= emitted and size < self.most_chunk_codes:

@@ -91,9 +91,11 @@ class WanParts(Protocol):
     """Attributes of a model that uses Wan's components."""
 
     text_encoder: TextEncoder | AwaitedText | None
-    """Text encoder, or None on a VAE stage and in a model without prompts."""
+    """Text encoder, or None on a VAE stage and in a model that takes no prompts."""
     image_encoder: ImageEncoder | None
-    """Image encoder, or None on a VAE stage and in a model without images for cross-attention."""
+    """Image encoder, or None on a VAE stage and in a model that takes no images for
+    cross-attention.
+    """
     vae: StreamingWanVAE
     """The Wan autoencoder."""
     tiny_vae: TinyVAEDecoder | None
@@ -112,9 +114,11 @@ class ChunkNetworks(NamedTuple):
     """A model's condition encoders and denoising network."""
 
     text_encoder: TextEncoder | AwaitedText | None
-    """Text encoder, or None on a VAE stage and in a model without prompts."""
+    """Text encoder, or None on a VAE stage and in a model that takes no prompts."""
     image_encoder: ImageEncoder | None
-    """Image encoder, or None on a VAE stage and in a model without images for cross-attention."""
+    """Image encoder, or None on a VAE stage and in a model that takes no images for
+    cross-attention.
+    """
     transformer: Any
     """The denoising network's layers on this rank."""
     prompts: SharedPrompts

@@ -14,8 +14,8 @@ mask are additional input channels. With `ti2v`, the latents of the image replac
 frame of x, and the tokens of this frame have timestep 0.
 
 Requests at different denoise steps share a forward pass if they have the same size and use the same
-expert (`batch_key`). Noise is sampled on the CPU as in diffusers, so the same seed gives the same
-video as in diffusers.
+expert (`batch_key`). Noise is sampled on the CPU as in diffusers, so the same seed produces the
+same video as in diffusers.
 
 `Wan22` is the model and does not depend on the engine. vLLM loads `Wan22Pipeline`, which owns the
 model.

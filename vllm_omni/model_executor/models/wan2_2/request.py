@@ -172,7 +172,9 @@ def default_num_frames(checkpoint: Wan22Checkpoint, options: Wan22Options) -> in
 
 
 def default_guidance(checkpoint: Wan22Checkpoint, options: Wan22Options) -> tuple[float, float]:
-    """Return the default guidance scales above and below the boundary."""
+    """Return the default guidance scales for timesteps at or above the expert boundary and for
+    those below it.
+    """
     best = recommended(checkpoint)
     if options.defaults.guidance_scale is None:
         first, second = best.guidance, best.guidance if best.guidance_2 is None else best.guidance_2

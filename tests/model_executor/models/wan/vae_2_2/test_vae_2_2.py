@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan 2.2's streaming VAE and its tiny decoder give the same results as the original
+"""Wan 2.2's streaming VAE and its tiny decoder produce the same results as the original
 implementations, and process streams as their Wan 2.1 counterparts do.
 """
 
@@ -299,9 +299,9 @@ def test_later_latents_are_one_graph_for_each_part(
 
 def test_streams_are_decoded_one_by_one(vae: StreamingWanVAE, latents: torch.Tensor) -> None:
     """Streams are decoded one by one, so their frames do not depend on the other streams in a
-    batch. A joint decode gives the same frames apart from rounding, and keeps the states of streams
-    with different ages separate. It is tested with the tolerance of the recorded frames, because
-    convolutions over two streams sum in a different order, which depends on the CPU.
+    batch. A joint decode produces the same frames apart from rounding, and keeps the states of
+    streams with different ages separate. It is tested with the tolerance of the recorded frames,
+    because convolutions over two streams sum in a different order, which depends on the CPU.
     """
     decoder = ChunkDecoder(vae)
     other = latents.flip(2)

@@ -182,7 +182,8 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 def why_not(path: Path) -> str | None:
     """Return why a directory's only training checkpoint does not contain a Wan network. Return None
-    if it contains one, or if there is no such checkpoint.
+    if the checkpoint does contain a Wan network, or if the directory does not have exactly one
+    training checkpoint.
 
     If the directory has no other components, only the checkpoint's tensors show whether the network
     is a Wan network.

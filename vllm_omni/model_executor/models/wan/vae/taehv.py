@@ -3,7 +3,7 @@
 
 The network is a sequence of 2-D convolutions over frames. Only its memory blocks depend on the
 past. Each memory block reads the previous frame at the block's own frame rate, so a stream caches
-one activation per memory block. Processing a stream in parts gives the same result as processing
+one activation per memory block. Processing a stream in parts produces the same result as processing
 the whole clip in one call. Wan's tiny decoder (`tiny_vae.py`) and Waypoint 1.5 use this network.
 
 The weights have the layout of the TAEHV class in madebyollin/taehv. The second and third decoder
