@@ -109,12 +109,14 @@ LIMIT, LEAST = 28.0, 2.0**-10
 
 def heads_of_many_sizes(shape: tuple[int, int, int]) -> torch.Tensor:
     """Return a tensor of shape [T, 3, N, H]. The values of head n are about 30^n times as large as
-    those of head 0. The last head is zero for one of the three tensors and contains NaN for
-    another.
+    those of head 0. The largest absolute value of each head is negative, belongs to the last token,
+    and is at least eight times as large as the head's other values. The last head is zero for one
+    of the three tensors and contains NaN for another.
     """
     tokens, heads, width = shape
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(tokens, 3, heads, width, generator=generator)
+    x[-1, :, :, -1] = -64
     x *= 30.0 ** torch.arange(heads)[:, None]
     x[:, 1, -1] = 0
     x[tokens // 2, 2, -1, -1] = torch.nan

@@ -10,10 +10,11 @@ Kernel parameters have only Triton's own annotations, because Triton interprets 
 
 import torch
 
+from vllm_omni.model_executor.layers.quantization.fp8_kernels import LARGEST, MANTISSA
 from vllm_omni.model_executor.layers.triton_or_names import tl, triton
 
-_LARGEST = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
-_MANTISSA = tl.constexpr((1 << 23) - 1)
+_LARGEST = tl.constexpr(LARGEST)
+_MANTISSA = tl.constexpr(MANTISSA)
 _MAGNITUDE = tl.constexpr((1 << 31) - 1)
 _INFINITY = tl.constexpr(0x7F800000)
 """Bit pattern of fp32 infinity. With the sign bit cleared, every NaN has a larger bit pattern."""
