@@ -316,6 +316,27 @@ def test_a_cancelled_branch_leaves_no_copy_in_the_engine() -> None:
     scenario(test)
 
 
+def test_a_failed_branch_is_closed_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If copying a session fails, the copy is closed, because some ranks may have created it."""
+
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        await ended(session.submit(job(FIRST, "first", image=True)))
+        copies: list[str] = []
+
+        async def fork_session(session_id: str, fork_to: str) -> None:
+            copies.append(fork_to)
+            raise EndpointError("oom", "out of memory")
+
+        monkeypatch.setattr(manager.engine, "fork_session", fork_session)
+        with pytest.raises(EndpointError, match="out of memory"):
+            await manager.branch(session, ("me", "copy"))
+        await manager.wait_for_closed_sessions()
+        closed = [call.params.session_id for call in engine.calls if call.params.op == "close"]
+        assert closed == copies and manager.find(("me", "copy")) is None
+
+    scenario(test)
+
+
 def test_a_request_for_a_session_that_is_being_copied_waits() -> None:
     """A request under the id of a copy that is not complete starts after the copy, with its
     state."""
