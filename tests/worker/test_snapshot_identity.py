@@ -87,11 +87,11 @@ def test_both_names_of_e4m3_are_one_storage_format() -> None:
     """`--kv-cache-dtype fp8_e4m3` and `fp8` store the same values, so sessions move between servers
     with either flag.
     """
-    same = [
-        model_identity(vllm_config(None, cache_dtype=name), False, ()) for name in KV_CACHE_DTYPES
-    ]
-    auto, fp8, fp8_e4m3 = same
-    assert auto != fp8 == fp8_e4m3
+    identities = {
+        name: model_identity(vllm_config(None, cache_dtype=name), False, ())
+        for name in KV_CACHE_DTYPES
+    }
+    assert identities["auto"] != identities["fp8"] == identities["fp8_e4m3"]
 
 
 def test_a_snapshot_records_the_current_partition(

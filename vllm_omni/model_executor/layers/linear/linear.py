@@ -195,7 +195,7 @@ class ColumnLinear(_QuantizedInput, ColumnParallelLinear, ShardedModule):
             tp_rank=parallel.tensor_rank,
             tp_size=parallel.tensor_size,
         )
-        _weights_created(self)
+        _finish_construction(self)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
         rows = _Rows(self, 0, self.output_size_per_partition, self.output_size, self.tp_rank)
@@ -236,7 +236,7 @@ class MergedLinear(_QuantizedInput, MergedColumnParallelLinear, ShardedModule):
             tp_rank=parallel.tensor_rank,
             tp_size=parallel.tensor_size,
         )
-        _weights_created(self)
+        _finish_construction(self)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
         parent = prefix.rpartition(".")[0]
@@ -323,7 +323,7 @@ class QKVLinear(_QuantizedInput, QKVParallelLinear, ShardedModule):
             tp_rank=parallel.tensor_rank,
             tp_size=ranks,
         )
-        _weights_created(self)
+        _finish_construction(self)
 
     def named_slots(self, names: Sequence[str]) -> Iterator[tuple[str, CheckpointSlot]]:
         """Yield the three layers' slots, given their full names in the checkpoint."""
@@ -375,7 +375,7 @@ class RowLinear(_QuantizedInput, RowParallelLinear, ShardedModule):
         self.input_size = in_features
         self.tp_rank, self.tp_size = parallel.tensor_rank, parallel.tensor_size
         self.update_param_tp_status()
-        _weights_created(self)
+        _finish_construction(self)
 
     def forward(self, input_: Input, alone: bool = False) -> torch.Tensor:
         """Return the layer's output, all-reduced across the ranks. If `alone` is set, return only
@@ -447,7 +447,7 @@ def _named(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _weights_created(layer: LinearBase) -> None:
+def _finish_construction(layer: LinearBase) -> None:
     """Choose the kernel of a layer with FP8 weights, and prepare loading. Every constructor calls
     this function at its end.
 
