@@ -41,9 +41,8 @@ from vllm_omni.model_executor.layers.attention.attention import (
     attention,
 )
 from vllm_omni.model_executor.layers.attention.fp8_attention import fp8_attention
+from vllm_omni.model_executor.layers.quantization.e4m3 import FP8, LARGEST
 from vllm_omni.model_executor.layers.quantization.fp8_kernels import (
-    FP8,
-    LARGEST,
     dequantize,
     plain_dequantize,
     plain_quantize,

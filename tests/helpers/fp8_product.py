@@ -9,7 +9,7 @@ import torch
 
 from vllm_omni.model_executor.layers.attention import fp8_attention
 from vllm_omni.model_executor.layers.fast_path import FastPath
-from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8
+from vllm_omni.model_executor.layers.quantization.e4m3 import FP8
 
 
 def exact_product(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor) -> torch.Tensor:

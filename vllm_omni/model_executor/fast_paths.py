@@ -25,7 +25,8 @@ from vllm_omni.model_executor.layers.fused_ops import pointwise_kernels
 from vllm_omni.model_executor.layers.linear.fp8_linear import cublas_fp8, cublas_fp8_layers
 from vllm_omni.model_executor.layers.linear.int8_weights import int8_layers, int8_products
 from vllm_omni.model_executor.layers.linear.quantized_input import quantized_input_layers
-from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, quantization_kernels
+from vllm_omni.model_executor.layers.quantization.e4m3 import FP8
+from vllm_omni.model_executor.layers.quantization.fp8_kernels import quantization_kernels
 from vllm_omni.model_executor.models.wan.vae.fused_layers import fused_vae
 
 _OF_MACHINE: Final[Sequence[Callable[[torch.device, torch.dtype], FastPath]]] = (

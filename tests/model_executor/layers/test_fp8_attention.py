@@ -10,7 +10,8 @@ from helpers.fp8_product import as_on_hopper, exact_product
 from vllm_omni.model_executor.layers.attention import fp8_attention as module
 from vllm_omni.model_executor.layers.attention.attention import attention
 from vllm_omni.model_executor.layers.kv_cache.quantized_storage import ScaledFP8
-from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, plain_dequantize, quantize
+from vllm_omni.model_executor.layers.quantization.e4m3 import FP8
+from vllm_omni.model_executor.layers.quantization.fp8_kernels import plain_dequantize, quantize
 
 TOKENS, KEYS, HEADS, DIM = 24, 96, 3, 16
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from helpers.triton_interpreter import interpret
 
+from vllm_omni.model_executor.layers.quantization.e4m3 import FP8
 from vllm_omni.model_executor.layers.quantization.fp8_kernels import (
-    FP8,
     dequantize,
     dequantize_into,
     dequantize_rows,

@@ -22,7 +22,7 @@ from vllm_omni.model_executor.layers.linear.quantized_input import (
     split_tokens,
     takes_quantized,
 )
-from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, LARGEST
+from vllm_omni.model_executor.layers.quantization.e4m3 import FP8, LARGEST
 
 TOKENS, WIDTH, OUT = 6, 32, 48
 on_a_gpu = [

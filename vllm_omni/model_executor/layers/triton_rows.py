@@ -5,7 +5,7 @@ Triton.
 """
 
 from vllm_omni.model_executor.layers.linear.quantized_input import LEAST_SCALE
-from vllm_omni.model_executor.layers.quantization.fp8_kernels import LARGEST
+from vllm_omni.model_executor.layers.quantization.e4m3 import LARGEST
 from vllm_omni.model_executor.layers.triton_or_names import tl, triton
 
 _LARGEST, _LEAST_SCALE = tl.constexpr(LARGEST), tl.constexpr(LEAST_SCALE)

@@ -15,7 +15,7 @@ from helpers.triton_interpreter import interpret, require_triton
 from lance_driver import load_lance, request_of, run
 
 from vllm_omni.model_executor.layers.linear.quantized_input import takes_quantized
-from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, LARGEST
+from vllm_omni.model_executor.layers.quantization.e4m3 import FP8, LARGEST
 from vllm_omni.model_executor.models.lance.network import fused_ops
 from vllm_omni.model_executor.models.lance.network.transformer import ExpertLayer
 from vllm_omni.testing.tiny.lance import make_tiny

@@ -11,7 +11,8 @@ import pytest
 import torch
 from helpers.triton_interpreter import interpret, require_triton
 
-from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, LARGEST, plain_quantize
+from vllm_omni.model_executor.layers.quantization.e4m3 import FP8, LARGEST
+from vllm_omni.model_executor.layers.quantization.fp8_kernels import plain_quantize
 from vllm_omni.model_executor.models.wan.transformer import fused_ops
 
 ROWS, TOKENS, WIDTH, HEAD = 2, 5, 48, 8

@@ -23,7 +23,8 @@ import torch
 
 from vllm_omni.model_executor.layers.attention.attention import in_words
 from vllm_omni.model_executor.layers.fast_path import FastPath, lacks_hopper, lacks_package
-from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, dequantize, quantize
+from vllm_omni.model_executor.layers.quantization.e4m3 import FP8
+from vllm_omni.model_executor.layers.quantization.fp8_kernels import dequantize, quantize
 
 logger = logging.getLogger("vllm." + __name__)
 

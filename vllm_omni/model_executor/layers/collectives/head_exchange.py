@@ -38,7 +38,8 @@ from vllm_omni.model_executor.layers.kv_cache.window import (
     WindowAttention,
     WindowItem,
 )
-from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, dequantize_into, quantize
+from vllm_omni.model_executor.layers.quantization.e4m3 import FP8
+from vllm_omni.model_executor.layers.quantization.fp8_kernels import dequantize_into, quantize
 
 
 def head_exchange(

@@ -27,9 +27,8 @@ from vllm_omni.model_executor.layers.attention.fp8_attention import (
     fp8_product,
     quantized_attention,
 )
+from vllm_omni.model_executor.layers.quantization.e4m3 import FP8, LARGEST
 from vllm_omni.model_executor.layers.quantization.fp8_kernels import (
-    FP8,
-    LARGEST,
     dequantize,
     fit_scales,
     plain_quantize,

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynami
 
 from vllm_omni.model_executor.layers.fast_path import FastPath, Lack
 from vllm_omni.model_executor.layers.linear.fp8_linear import fp8_kernel
-from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, LARGEST
+from vllm_omni.model_executor.layers.quantization.e4m3 import FP8, LARGEST
 
 LEAST_SCALE = 1 / (LARGEST * 512)
 """vLLM's lower bound for scales. It applies to tokens whose values are all close to zero."""

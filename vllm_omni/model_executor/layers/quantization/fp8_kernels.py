@@ -18,11 +18,7 @@ from types import ModuleType
 import torch
 
 from vllm_omni.model_executor.layers.fast_path import FastPath, lacks_capability, lacks_triton
-
-FP8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FP8).max
-MANTISSA = (1 << 23) - 1
-"""Mask for the mantissa bits of an fp32 value."""
+from vllm_omni.model_executor.layers.quantization.e4m3 import FP8, LARGEST, MANTISSA
 
 
 @cache

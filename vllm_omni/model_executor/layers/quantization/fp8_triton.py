@@ -10,7 +10,7 @@ Kernel parameters have only Triton's own annotations, because Triton interprets 
 
 import torch
 
-from vllm_omni.model_executor.layers.quantization.fp8_kernels import LARGEST, MANTISSA
+from vllm_omni.model_executor.layers.quantization.e4m3 import LARGEST, MANTISSA
 from vllm_omni.model_executor.layers.triton_or_names import tl, triton
 
 _LARGEST = tl.constexpr(LARGEST)

@@ -15,7 +15,7 @@ import torch
 
 from vllm_omni.model_executor.layers.linear.quantized_input import Input
 from vllm_omni.model_executor.layers.linear.quantized_input import quantized as quantized_rows
-from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8
+from vllm_omni.model_executor.layers.quantization.e4m3 import FP8
 from vllm_omni.model_executor.layers.triton_or_names import tl, triton
 from vllm_omni.model_executor.layers.triton_rows import over_largest
 
