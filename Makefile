@@ -1,6 +1,6 @@
 # make demo          set up, serve the trained world, walk its tour, write demo.mp4 and demo.png, keep serving
 # make demo ONCE=1   the same, and stop after the files are written
-# make check         lint, types and every test that takes less than half a second and needs neither engine nor browser: before each commit
+# make check         lint, types, the tests of the source code and every test that takes less than half a second and needs neither engine nor browser: before each commit
 # make durations     record in tests/durations.json which tests take half a second or more; `make check` leaves these out
 # make test          set up and run the test suite, without the nightly tests
 # make nightly       the slow tests; SHARD=3/8 runs the third of eight shards of them

@@ -81,12 +81,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests that start an engine or a browser, and the slow tests listed in durations.json.
 
+    Tests of the source code are never marked as slow, so `make check` runs all of them.
+
     Files that start engines run first in each pytest-xdist process. They take longest, so running
     them early lets all processes finish at about the same time.
     """
     slow_tests = json.loads((Path(__file__).parent / "durations.json").read_text())
     for item in items:
-        if item.nodeid in slow_tests:
+        if item.nodeid in slow_tests and item.get_closest_marker("source") is None:
             item.add_marker("slow")
         fixtures = getattr(item, "fixturenames", ())
         module = item.getparent(pytest.Module)

@@ -126,6 +126,7 @@ def test_a_wrapped_output_returns_the_output_of_the_kv_connector() -> None:
     assert wrapped.get_kv_connector_output() is part
 
 
+@pytest.mark.source
 def test_versions_are_checked_nowhere_else() -> None:
     """Only `vllm_omni.compat` compares vLLM's version or checks whether a vLLM module exists."""
     asking = {}

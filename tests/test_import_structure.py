@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.source
+
 PACKAGE = Path(__file__).parents[1] / "vllm_omni"
 NAMED_MODEL = r"model_executor\.models\.\w+\.\w+"
 """Regular expression for modules inside a model's folder. It does not match the `registry` and

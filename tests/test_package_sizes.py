@@ -6,6 +6,10 @@ not count.
 import ast
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.source
+
 REPO = Path(__file__).parents[1]
 PACKAGE = REPO / "vllm_omni"
 FILE_LINES, FUNCTION_LINES = 560, 120

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.source
+
 TESTS = Path(__file__).parent
 SHARED = {TESTS, TESTS / "helpers"}
 VIRTUAL_TIME = "import run_in_virtual_time"

@@ -14,6 +14,8 @@ from vllm_omni.engine_arguments.table import KNOWN_FIELDS
 from vllm_omni.entrypoints.cli.main import make_parser
 from vllm_omni.entrypoints.cli.serve import serve_parser
 
+pytestmark = pytest.mark.source
+
 ELSEWHERE = {
     "HF_HOME": "an environment variable of huggingface_hub",
     "HF_TOKEN": "an environment variable of huggingface_hub",
