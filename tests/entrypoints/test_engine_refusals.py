@@ -20,7 +20,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm_omni.composition.composed_engine import ComposedEngine, ComposedEngineDied
 from vllm_omni.entrypoints.engine.client import OmniEngine
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.outputs import RequestFailed
+from vllm_omni.outputs import RequestFailed, pack
 
 REFUSALS = [
     pytest.param(VLLMValidationError("too long"), "invalid_request", id="refused"),
@@ -66,6 +66,25 @@ def test_an_endpoint_gets_one_type_of_failure(error: Exception, code: str) -> No
         assert failed.value.code == code
 
     asyncio.run(scenario())
+
+
+def test_a_session_is_closed_once_the_engine_accepts_requests_again() -> None:
+    """A paused engine refuses requests. A session whose close was refused would belong to nobody,
+    and nothing would free its memory.
+    """
+
+    class Resuming(RaisingClient):
+        attempts = 0
+
+        async def encode(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+            self.attempts += 1
+            if self.attempts < 3:
+                raise self.error
+            yield SimpleNamespace(outputs=SimpleNamespace(data=pack({}, {})))
+
+    client = Resuming(RetryableRequestError("paused"))
+    asyncio.run(OmniEngine(client).close_session("s"))  # type: ignore[arg-type]
+    assert client.attempts == 3
 
 
 @pytest.mark.parametrize(("error", "code"), REFUSALS)

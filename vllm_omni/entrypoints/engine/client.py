@@ -67,6 +67,7 @@ T = TypeVar("T")
 
 _DEAD: Final = "the engine has stopped"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+_CLOSE_WAIT_S = 30.0
 
 
 class OmniEngine:
@@ -202,7 +203,7 @@ class OmniEngine:
         params: DiffusionParams,
         arrays: Mapping[str, np.ndarray],
         *,
-        timeout_s: float,
+        timeout_s: float | None,
         wait_s: float,
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Run one request and retry it while the engine refuses it with `capacity`.
@@ -211,6 +212,7 @@ class OmniEngine:
             params: Request parameters.
             arrays: Input arrays by name.
             timeout_s: Time limit per attempt in seconds. An attempt that takes longer is aborted.
+                None: no limit.
             wait_s: Time in seconds for which the request is retried after `capacity`.
 
         Returns:
@@ -239,10 +241,14 @@ class OmniEngine:
     async def close_session(self, session_id: str) -> None:
         """Free a session's state. Unknown ids are ignored.
 
+        An engine that is paused for a moment refuses the request, and then nothing else would free
+        the state, so the request is retried.
+
         Raises:
             RequestFailed: The engine did not run the request.
         """
-        await self.run_request(DiffusionParams(session_id=session_id, op="close"), {})
+        params = DiffusionParams(session_id=session_id, op="close")
+        await self.run_when_room(params, {}, timeout_s=None, wait_s=_CLOSE_WAIT_S)
 
     async def progress(self) -> dict[str, tuple[int, int]]:
         """Return `{session id: (finished steps, total steps)}` for the requests in flight.
