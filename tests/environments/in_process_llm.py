@@ -2,7 +2,7 @@
 """A replacement for vLLM's `LLM` that runs requests on a LingBot World model in this process."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ class InProcessLLM:
 
     Attributes:
         sessions: Live sessions by id.
+        refused_forks: For each of the next forks, whether it is refused.
     """
 
     def __init__(self, checkpoint: Path, omni: dict[str, Any]) -> None:
@@ -38,6 +39,7 @@ class InProcessLLM:
         self.model = LingBotWorld(setup)
         self.model.load_checkpoint(layout)
         self.sessions: dict[str, SessionState] = {}
+        self.refused_forks: Iterator[bool] = iter(())
         self.llm_engine = SimpleNamespace(
             vllm_config=SimpleNamespace(
                 model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: hf_config)),
@@ -76,6 +78,8 @@ class InProcessLLM:
             return {}, {}
         if params.op == "fork":
             assert params.fork_to is not None
+            if next(self.refused_forks, False):
+                raise RequestFailed("capacity", "no room for a copy")
             self.sessions[params.fork_to] = self.sessions[params.session_id].fork(params.fork_to)
             return {}, {}
         if params.chunk_index == 0:

@@ -189,6 +189,26 @@ def test_a_client_cannot_touch_the_environments_of_another(serve: Serve) -> None
     assert mine.step(rest(mine))[4]["chunks"].tolist() == [2, 2]
 
 
+@pytest.mark.parametrize("request_", ["fork", "reset"])
+def test_environments_that_are_closed_during_a_request_leave_no_session(
+    request_: str, serve: Serve
+) -> None:
+    """Closing environments also frees the sessions that a running request is still creating."""
+    server = serve()
+    env, closing = connect(server, 4), connect(server, 1)
+    env.reset(seed=1)
+    server.engine.delay_s = server.engine.close_delay_s = 0.1
+    closing._engine._id = env._engine._id  # type: ignore[attr-defined]
+    calls = len(server.engine.calls)
+    with ThreadPoolExecutor(1) as pool:
+        work = {"fork": lambda: env.fork(0, [1, 2, 3]), "reset": lambda: env.reset(seed=2)}
+        running = pool.submit(work[request_])
+        wait_until(lambda: len(server.engine.calls) > calls)
+        closing._engine.close()
+        running.exception()
+    wait_until(lambda: not server.engine.worlds and len(server.manager) == 0)
+
+
 def test_forgotten_environments_are_closed(serve: Serve) -> None:
     """Environments that receive no request for `session_idle_s` seconds are closed. The response to
     their client's next request states the reason.

@@ -146,6 +146,22 @@ def test_a_failed_chunk_ends_only_its_own_episode(env: WorldVectorEnv) -> None:
         env.step(keys(env, "w", "w", "w"))
 
 
+def test_a_refused_fork_raises_and_leaves_no_session_behind(env: WorldVectorEnv) -> None:
+    """The engine copies one environment and refuses the next. The caller must learn it, and the
+    finished copy must be closed with the other sessions.
+    """
+    env.reset(seed=1)
+    llm = env._engine._llm
+    llm.refused_forks = iter([False, True])
+    with pytest.raises(RequestFailed, match="capacity"):
+        env.fork(0, [1, 2])
+    assert env.episodes[0] is not None and env.episodes[1:] == [None, None]
+    with pytest.raises(ValueError, match="environment 1 has no episode; call reset"):
+        env.step(keys(env, "w", "w", "w"))
+    assert len(llm.sessions) == 1
+    env.reset(seed=1)
+
+
 @pytest.mark.parametrize(
     ("count", "prompt", "message"),
     [

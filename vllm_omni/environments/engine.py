@@ -89,7 +89,11 @@ class WorldEngine(ABC):
 
     @abstractmethod
     def fork(self, source: int, targets: Sequence[int]) -> None:
-        """Replace the environments `targets` with copies of the environment `source`."""
+        """Replace the environments `targets` with copies of the environment `source`.
+
+        Raises:
+            RequestFailed: A copy was refused. The caller must start the targets again.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -151,10 +155,14 @@ class OfflineEngine(WorldEngine):
         self._close(targets)
         new = {target: _new_id() for target in targets}
         origin = self._sessions[source]
-        self._encode(
+        outcomes = self._run(
             [DiffusionParams(session_id=origin, op="fork", fork_to=name) for name in new.values()]
         )
         self._sessions |= new
+        for outcome in outcomes:
+            if isinstance(outcome, RequestFailed):
+                self._close(targets)
+                raise outcome
 
     def close(self) -> None:
         self._close(list(self._sessions))

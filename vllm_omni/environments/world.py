@@ -301,11 +301,16 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
 
         Args:
             source: Environment to copy.
-            targets: Environments to replace.
+            targets: Environments to replace. If a copy is refused, they must be reset.
+
+        Raises:
+            RequestFailed: The engine or the server refused a copy.
         """
         origin = self._episode(source)
         targets = [target for target in targets if target != source]
         if targets:
+            for target in targets:
+                self.episodes[target] = None
             self._engine.fork(source, targets)
         for target in targets:
             self.episodes[target] = replace(origin, actions=list(origin.actions))
