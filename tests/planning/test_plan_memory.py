@@ -195,6 +195,9 @@ def test_the_command_prints_splits_with_their_options_and_measured_runs(
         "FP8 keys and values, FP8 weights" in fp8
         and "--kv-cache-dtype fp8 --quantization fp8" in fp8
     )
+    assert fp8 == plan(
+        capsys, "lingbot_world", "--kv-cache-dtype", "fp8_e4m3", "--quantization", "fp8"
+    )
     assert "measured: no run of this model and size" in plan(
         capsys, "causal_wan_14b", "--height", "720"
     )

@@ -58,7 +58,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--kv-cache-dtype",
-        choices=("auto", "fp8"),
+        choices=("auto", "fp8", "fp8_e4m3"),
         default="auto",
         help="as vLLM's (default: auto)",
     )
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
         changes["chunk"] = args.latent_frames
     if args.video_input:
         changes["video_input"] = True
-    if args.kv_cache_dtype == "fp8":
+    if args.kv_cache_dtype != "auto":
         changes["kv_itemsize"] = 1
     if args.quantization is not None:
         changes["weight_itemsize"] = WEIGHT_ITEMSIZES[args.quantization]

@@ -181,7 +181,7 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
     sink_refresh_threshold: Annotated[float, msgspec.Meta(ge=-1, le=1)] | None = None
     """Similarity threshold in [-1, 1]. When a frame leaves the window and its similarity to the
     least similar sink frame is below this threshold, it replaces that sink frame. Requires chunks
-    of one frame. None: sink frames are never renewed.
+    of one frame. None: sink frames are never replaced.
     """
     prompt_switch: PromptSwitch = "keep"
     """What happens to the earlier frames' K/V when a chunk has a new prompt. `keep`: the K/V do not
