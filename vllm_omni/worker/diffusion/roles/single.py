@@ -47,9 +47,7 @@ class SingleRank(Role):
         # The work of this step is queued, so the device is busy while the host packs the results of
         # earlier steps.
         pack_results(earlier, outputs)
-        # A clean-context pass is launched while the device runs the last denoise step. The host is
-        # then free when the frames are decoded, however long it takes to launch the pass.
-        early = any(state.pending is not None and not state.done for state in states)
+        early = any(map(_launches_early, states))
         if self.pacer.wait(lambda: bool(early or outputs or self.chunk_end.ready(states))):
             pack_results(self.chunk_end.ready(states), outputs)
         return self.chunk_end.deliver(states, outputs)
@@ -154,6 +152,23 @@ class WholeChunks(SingleRank):
             while state.request_id not in outputs:
                 self.micro_step([state], None, outputs)
         return outputs
+
+
+def _launches_early(state: RequestState) -> bool:
+    """Return whether a chunk's next pass is launched without waiting for the end of the last one.
+
+    Frames can only be delivered after the clean-context pass has been launched, so that pass is
+    launched while the device runs the last denoise step. The passes of a session's first chunk are
+    short, because its window is empty, and a slow host can take longer to launch one pass than the
+    device to run it. In that chunk, the last denoise step is therefore launched early, too. An
+    abort just before these passes takes effect one step later.
+    """
+    chunk = state.chunk
+    if chunk is None or state.done:
+        return False
+    is_last_denoise_step = chunk.step == chunk.num_steps - chunk.clean_passes - 1
+    starts_session = chunk.session.chunk_index == 0 and chunk.clean_passes > 0
+    return state.pending is not None or (starts_session and is_last_denoise_step)
 
 
 def first_steps(states: Sequence[RequestState]) -> list[DiffusionRequest]:
