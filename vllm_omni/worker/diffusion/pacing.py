@@ -14,8 +14,8 @@ import torch
 
 SLOW_STEP_MS = 50.0
 """Minimum duration in milliseconds for a step to count as slow. The step after a slow step is
-launched only shortly before the slow step ends, so that an abort takes effect within one step. A
-clean-context pass is launched earlier (roles/single.py)."""
+launched only shortly before the slow step ends, so that an abort takes effect within one step. Some
+passes at the end of a chunk are launched earlier (roles/single.py)."""
 SLOW_STAGE_MS = 150.0
 """Minimum duration in milliseconds for a step to count as slow if there are several pipeline
 stages. The value is larger than `SLOW_STEP_MS`, because a step takes three times as long to pass
