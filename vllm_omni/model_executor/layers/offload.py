@@ -137,7 +137,7 @@ class _Layer:
             parameter = getattr(self.layer, name)
             parameter.data = view
 
-    def take_home(self) -> None:
+    def copy_to_host(self) -> None:
         """Copy the parameters to host memory if they are not already there, for example because
         they were reloaded on the device.
         """
@@ -248,7 +248,7 @@ class LayerOffloader(BaseOffloader):
         if not self._layers:
             self._choose()
         for layer in self._layers:
-            layer.take_home()
+            layer.copy_to_host()
         for slot in self._slots:
             slot.layer = None
 
@@ -270,7 +270,7 @@ class LayerOffloader(BaseOffloader):
         for layer, size, on_host in zip(self._wrapped, sizes, chosen, strict=True):
             if on_host:
                 remaining = _Layer(layer, _layout(layer), rooms.take_bytes(size))
-                remaining.take_home()
+                remaining.copy_to_host()
                 layer.register_forward_pre_hook(
                     lambda module, inputs, retained=remaining: self._enter(retained)
                 )

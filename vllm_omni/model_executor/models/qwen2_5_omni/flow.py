@@ -73,7 +73,7 @@ class FlowSolver:
         conditions_GTD: torch.Tensor,
         guidance_B11: torch.Tensor,
         *,
-        comes_again: bool,
+        repeats: bool,
     ) -> torch.Tensor:
         """Return the change in the mel spectrogram from flow time `start` to `end`, [B, T, M].
 
@@ -83,7 +83,7 @@ class FlowSolver:
             end_B11: Flow time at which the interval ends.
             conditions_GTD: Result of `conditions`.
             guidance_B11: Guidance scale.
-            comes_again: Whether more intervals of this size will follow, so that capturing a CUDA
+            repeats: Whether more intervals of this size will follow, so that capturing a CUDA
                 graph pays off.
         """
         guided = conditions_GTD.shape[0] != mel_BTM.shape[0]
@@ -102,7 +102,7 @@ class FlowSolver:
 
         if self.graphs is None:
             return run(inputs)
-        key: Hashable = "interval" if comes_again else None
+        key: Hashable = "interval" if repeats else None
         return self.graphs(key, inputs, run)
 
     def _positions(self, mel_BTM: torch.Tensor) -> Inputs:

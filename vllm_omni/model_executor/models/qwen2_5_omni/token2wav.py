@@ -60,7 +60,7 @@ class _Clip:
     """The request's guidance scale."""
     options: Token2WavRequestOptions
     """The request's options."""
-    comes_again: bool
+    repeats: bool
     """Whether more requests of this size will follow; see `FlowSolver.interval`."""
 
 
@@ -155,7 +155,7 @@ class Token2WavPipeline(StepPipeline):
             guidance=guidance,
             options=options,
             # Whole clips and last chunks have arbitrary lengths, so a CUDA graph would not pay off.
-            comes_again=options.first_code is not None
+            repeats=options.first_code is not None
             and noise_1TM.shape[1] % self.dit_config.block_size == 0,
         )
         request.num_steps = points - 1
@@ -202,7 +202,7 @@ class Token2WavPipeline(StepPipeline):
 
     def batch_key(self, request: Request) -> Hashable:
         clip: _Clip = request.work
-        return clip.mel_1TM.shape, clip.conditions_GTD.shape, clip.comes_again
+        return clip.mel_1TM.shape, clip.conditions_GTD.shape, clip.repeats
 
     def denoise_step(
         self, batch: Sequence[Request], hidden: torch.Tensor | None = None
@@ -233,7 +233,7 @@ class Token2WavPipeline(StepPipeline):
             end_B11,
             conditions_GTD,
             guidance_B11,
-            comes_again=clips[0].comes_again,
+            repeats=clips[0].repeats,
         )
 
     def step_scheduler(self, batch: Sequence[Request], prediction: torch.Tensor) -> None:
