@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.scheduling import execute, new_request, run_to_end, step
-from helpers.snapshot_steps import Worker, text_chunk
+from helpers.snapshot_steps import Worker, game_chunk, text_chunk, world_chunk
 from helpers.wan22_driver import HEIGHT, WIDTH
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
@@ -117,6 +117,25 @@ def test_weights_are_replaced_in_place(
             parameter.zero_()
         runner.reload_weights()
     assert torch.equal(first_frames(runner, "c"), expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "chunk"), [("lingbot_world", world_chunk), ("matrix_game", game_chunk)]
+)
+def test_a_reload_forgets_the_clips_of_start_images(
+    family: str, chunk: Any, make_runner: MakeRunner, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """A reload may replace the VAE's weights, so the latents of known start images are evicted."""
+    first, second = (tiny_checkpoint(family, seed=seed) for seed in (0, 1))
+    expected = chunk(Worker(make_runner(second)), "a", 0)["frames"]
+    runner = make_runner(first)
+    for index in range(12):
+        chunk(Worker(runner), "a", index)
+    chunk(Worker(runner), "b", 0)
+    assert runner.sessions.get("b").condition.cache is None, "the start image is known"
+    with torch.inference_mode():
+        runner.reload_weights(weights_path=str(second))
+    assert torch.equal(chunk(Worker(runner), "c", 0)["frames"], expected)
 
 
 def test_a_reload_ends_every_session(make_runner: MakeRunner, causal_wan: Path) -> None:

@@ -151,6 +151,29 @@ def test_a_restored_session_continues_bit_for_bit(
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_a_session_with_a_known_start_image_continues_bit_for_bit(
+    make_worker: Callable[..., Worker], tmp_path: Path
+) -> None:
+    """A session whose start image the server knows does not run the encoder. It generates the same
+    chunks as on a new server, also when it is restored in between.
+    """
+    here, there, new = (make_worker("lingbot_world", {"model": SMALL}) for _ in range(3))
+    expected = [world_chunk(new, "a", index) for index in range(4)]
+    for index in range(12):
+        world_chunk(here, "earlier", index)
+    found = [world_chunk(here, "a", index) for index in range(2)]
+    condition = here.runner.sessions.get("a").condition
+    assert condition.settled and condition.cache is None and condition.last_1CFhw.shape[2] > 1
+    path = tmp_path / "a.safetensors"
+    here.save("a", path)
+    there.restore("b", path)
+    assert there.bits("b") == here.bits("a")
+    for name, worker in (("a", here), ("b", there)):
+        rest = [world_chunk(worker, name, index) for index in range(2, 4)]
+        for ours, theirs in zip([*found, *rest], expected, strict=True):
+            assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
 @pytest.mark.nightly
 def test_a_snapshot_during_a_chunk_has_the_state_before_it(
     make_worker: Callable[..., Worker], tmp_path: Path

@@ -9,6 +9,7 @@ from helpers.golden import golden_folder
 from safetensors.torch import load_file
 
 from vllm_omni.model_executor.models.wan.checkpoint.loading import load_vae
+from vllm_omni.model_executor.models.wan.images.clip_cache import clip_key
 from vllm_omni.model_executor.models.wan.images.files import prepare_image
 from vllm_omni.model_executor.models.wan.images.image_condition import ConditionState, GreyCondition
 from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAEConfig
@@ -29,11 +30,12 @@ def image() -> torch.Tensor:
 
 
 def stream(
-    condition: GreyCondition, image: torch.Tensor, chunks: list[int]
+    condition: GreyCondition, image: torch.Tensor, chunks: list[int], key: bytes | None = None
 ) -> tuple[torch.Tensor, ConditionState]:
     parts, state = [], None
     for index, num_latents in enumerate(chunks):
-        y, state = condition.next(image if index == 0 else None, num_latents, state)
+        new = (image, num_latents, state, key) if index == 0 else (None, num_latents, state)
+        y, state = condition.next(*new)
         parts.append(y)
     assert state is not None
     return torch.cat(parts, dim=1), state.resolved()
@@ -121,6 +123,84 @@ def test_a_settled_condition_needs_no_encoder(condition, image, monkeypatch):
     assert after is state
     assert state.nbytes == 16 * 2 * 3 * 4
     assert torch.equal(y[4:, 0], y[4:, 2])
+
+
+SETTLES = [3] * 14
+
+
+@pytest.fixture
+def sharing(condition: GreyCondition) -> GreyCondition:
+    """A condition whose clip cache is empty."""
+    return GreyCondition(condition.vae)
+
+
+@pytest.mark.parametrize("readable", [True, False])
+@pytest.mark.parametrize("chunks", [SETTLES, [1, 4, 4, 20], [42]])
+def test_a_known_image_needs_no_encoder(sharing, image, chunks, readable, monkeypatch):
+    """The encoder runs only for the first session with an image, and the conditioning of later
+    sessions is bit-identical, for chunks of any size.
+    """
+    if not readable:
+        monkeypatch.setattr(GreyCondition, "_is_readable", staticmethod(lambda flag: False))
+    _, first = stream(sharing, image, SETTLES, key=b"pond")
+    expected, settled = stream(sharing, image, chunks)
+    monkeypatch.setattr(sharing.vae, "encode", None)
+    y, state = stream(sharing, image, chunks, key=b"pond")
+    assert torch.equal(y, expected)
+    assert state.settled and state.num_encoded == settled.num_encoded == first.num_encoded
+    assert torch.equal(state.last_1CFhw, settled.last_1CFhw)
+
+
+def test_a_state_of_a_known_image_is_no_larger_than_announced(sharing, image):
+    stream(sharing, image, SETTLES, key=b"pond")
+    _, state = sharing.next(image, 1, None, b"pond")
+    assert state.last_1CFhw.shape[2] > 3
+    assert state.nbytes == state.last_1CFhw.nbytes <= sharing.state_nbytes(16, 24)
+
+
+def test_sessions_encode_a_clip_between_them(sharing, image, monkeypatch):
+    """A session that ends early leaves its frames to the next session, which adds the rest."""
+    expected, _ = stream(sharing, image, SETTLES)
+    stream(sharing, image, [3, 3], key=b"pond")
+    assert sharing.clips.find(b"pond") is None
+    y, _ = stream(sharing, image, SETTLES, key=b"pond")
+    assert torch.equal(y, expected)
+    monkeypatch.setattr(sharing.vae, "encode", None)
+    assert torch.equal(stream(sharing, image, SETTLES, key=b"pond")[0], expected)
+
+
+def test_the_encoder_runs_again_for_an_evicted_image(sharing, image):
+    """The cache keeps the clips of the latest 16 images, and none after the weights change."""
+    expected, _ = stream(sharing, image, SETTLES)
+    for number in range(17):
+        stream(sharing, image, SETTLES, key=b"%d" % number)
+        assert sharing.clips.find(b"0") is not None or number == 16
+    assert sharing.clips.find(b"0") is not None, "it was used most recently"
+    assert sharing.clips.find(b"1") is None
+    assert torch.equal(stream(sharing, image, SETTLES, key=b"1")[0], expected)
+    sharing.clips.clear()
+    assert sharing.clips.find(b"1") is None
+
+
+def test_only_conditions_that_stream_share_clips(condition, image):
+    other = GreyCondition(condition.vae, "second_chunk")
+    stream(other, image, SETTLES, key=b"pond")
+    assert other.clips.find(b"pond") is None
+
+
+def test_the_key_of_a_clip_depends_on_image_and_size():
+    image = torch.zeros(8, 8, 3, dtype=torch.uint8)
+    changed = image.clone()
+    changed[7, 7, 2] = 1
+    keys = [
+        clip_key(image, 16, 16),
+        clip_key(image, 16, 32),
+        clip_key(changed, 16, 16),
+        clip_key(image.view(4, 16, 3), 16, 16),
+        clip_key(image.permute(2, 0, 1).float(), 16, 16),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert clip_key(image.clone(), 16, 16) == keys[0]
 
 
 def test_a_new_image_restarts_the_condition(condition, image):

@@ -49,6 +49,7 @@ from vllm_omni.model_executor.models.wan.chunk_setup import (
     build_networks,
     load_parts,
 )
+from vllm_omni.model_executor.models.wan.images.clip_cache import clip_key
 from vllm_omni.model_executor.models.wan.images.files import prepare_image
 from vllm_omni.model_executor.models.wan.images.image_condition import (
     ConditionLayout,
@@ -123,6 +124,8 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
             load_transformer(self.transformer, layout.transformer, self.config)
 
         load_parts(self, layout, load)
+        if self.condition is not None:
+            self.condition.clips.clear()
 
     def adapter_targets(self) -> dict[str, AdapterTarget]:
         return {"transformer": adapter_target(self.transformer, self.config)}
@@ -237,12 +240,12 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
         """
         if self.condition is None:
             return None, None
-        pixels = None
+        pixels = key = None
         if image is not None:
-            pixels = prepare_image(
-                to_device(image, self.transformer.device), session.shape.height, session.shape.width
-            )
-        return self.condition.next(pixels, len(frames), session.condition)
+            height, width = session.shape.height, session.shape.width
+            pixels = prepare_image(to_device(image, self.transformer.device), height, width)
+            key = clip_key(image, height, width)
+        return self.condition.next(pixels, len(frames), session.condition, key)
 
     def _rest(
         self, inputs: ChunkInputs, session: LingBotSession, frames: range

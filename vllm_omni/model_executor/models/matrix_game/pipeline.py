@@ -56,6 +56,7 @@ from vllm_omni.model_executor.models.wan.chunk_setup import (
     build_networks,
     load_parts,
 )
+from vllm_omni.model_executor.models.wan.images.clip_cache import clip_key
 from vllm_omni.model_executor.models.wan.images.files import cut_image
 from vllm_omni.model_executor.models.wan.images.image_condition import (
     ConditionState,
@@ -112,6 +113,8 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
             load_transformer(self.transformer, layout.open_transformer(), self.config)
 
         load_parts(self, layout, load)
+        if self.condition is not None:
+            self.condition.clips.clear()
 
     def adapter_targets(self) -> dict[str, AdapterTarget]:
         return {"transformer": adapter_target(self.transformer, self.config)}
@@ -232,9 +235,10 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
         """Return CLIP's hidden states for the session's image. On the first stage, also return the
         conditioning y and its next state.
         """
-        pixels, device = None, self.transformer.device
+        pixels, key, device = None, None, self.transformer.device
         if image is not None:
-            pixels = cut_image(image, session.shape.height, session.shape.width)
+            height, width = session.shape.height, session.shape.width
+            pixels, key = cut_image(image, height, width), clip_key(image, height, width)
             assert self.image_encoder is not None
             actions = self.image_encoder.encode(pixels[:, :, 0], device).to(self.transformer.dtype)
         else:
@@ -243,7 +247,7 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
         if self.condition is None:
             return actions, None, None
         return actions, *self.condition.next(
-            None if pixels is None else pixels.to(device), num_frames, session.condition
+            None if pixels is None else pixels.to(device), num_frames, session.condition, key
         )
 
     def start_step(self, request: Request) -> None:

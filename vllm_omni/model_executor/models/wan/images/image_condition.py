@@ -9,6 +9,8 @@ chunk by chunk instead. The results are bit-identical to those of the original, 
 need not be known in advance. When two consecutive latent frames differ by no more than `_SETTLED`,
 the conditioning has settled: the later frame is used for all following frames, and the encoder does
 not run again. `LaterCondition` lists this method (`streamed`) and those of other implementations.
+With `streamed`, sessions share the latents of equal start images (`ClipCache`), so the encoder runs
+only for the first of them.
 
 `GreyCondition` computes the conditioning. It runs on the first pipeline stage, which embeds
 patches. Each session on that stage has a `ConditionState` (`ImageStartedPipeline`,
@@ -30,6 +32,7 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.device_async import PendingScalar
 from vllm_omni.model_executor.interfaces import Inputs
 from vllm_omni.model_executor.models.wan.architecture import LaterCondition
+from vllm_omni.model_executor.models.wan.images.clip_cache import MAX_FRAMES, ClipCache, ClipKey
 from vllm_omni.model_executor.models.wan.vae.latents import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.vae.vae import CacheLayout, StreamingWanVAE, VAECache
 from vllm_omni.model_executor.streaming.session import SessionScalars, StreamingSession, Window
@@ -72,8 +75,13 @@ class ConditionLayout:
                 (`invalid_snapshot`). The message names the tensor.
         """
         shape = saved.shape("last") or []
-        repeats = settled and self.later != "streamed"
-        frames = self.chunk_frames if repeats and shape[2:3] == [self.chunk_frames] else 1
+        if not settled:
+            allowed = range(1, 2)
+        elif self.later == "streamed":
+            allowed = range(1, MAX_FRAMES + 1)
+        else:
+            allowed = range(self.chunk_frames, self.chunk_frames + 1)
+        frames = next((count for count in shape[2:3] if count in allowed), 1)
         cells = (self.height // VAE_SPATIAL, self.width // VAE_SPATIAL)
         last_1CFhw = saved.take_tensor(
             "last", device, torch.float32, (1, LATENT_CHANNELS, frames, *cells)
@@ -112,14 +120,22 @@ class ConditionState:
     """Encoder cache. None if the encoder will not run again or will restart."""
     last_1CFhw: torch.Tensor
     """Latest latent frame, fp32. In a settled state, this is the conditioning for all later chunks:
-    one latent frame, or the frames of a whole chunk.
+    the following latent frames, of which the last one is repeated (`streamed`), or the frames of a
+    whole chunk.
     """
     settled: bool = False
-    """Whether later chunks repeat `last_1CFhw`."""
+    """Whether `last_1CFhw` contains the conditioning of all later chunks."""
     num_encoded: int = 1
-    """Number of latent frames encoded since the start image, including the start image."""
+    """Number of latent frames since the start image, including the start image, that the encoder
+    has produced for this session or for an earlier session with the same start image. Frames in
+    `last_1CFhw` for later chunks do not count.
+    """
     settling: ConditionSettling | None = None
     """Result of the settling check. None if the state is resolved."""
+    key: ClipKey | None = None
+    """Key under which the encoded latent frames are added to the clip cache. None: they are not
+    added.
+    """
 
     def resolved(self) -> "ConditionState":
         """Apply the result of the settling check and return the resulting state. If the result has
@@ -177,9 +193,14 @@ class GreyCondition:
         self.vae = vae
         self.later = later
         self.chunk_frames = chunk_frames
+        self.clips = ClipCache()
 
     def next(
-        self, image_1CTHW: torch.Tensor | None, num_latents: int, state: ConditionState | None
+        self,
+        image_1CTHW: torch.Tensor | None,
+        num_latents: int,
+        state: ConditionState | None,
+        key: ClipKey | None = None,
     ) -> tuple[torch.Tensor, ConditionState]:
         """Return the conditioning y for the next latent frames, fp32 [20, F, h, w], and the next
         state.
@@ -189,6 +210,7 @@ class GreyCondition:
                 continue from `state`.
             num_latents: Number F of latent frames.
             state: State after the previous chunk. None before the first chunk.
+            key: The new start image's key in the clip cache. None: do not use the cache.
 
         Raises:
             ValueError: Both the image and the state are None, or `num_latents` is less than 1.
@@ -197,11 +219,13 @@ class GreyCondition:
             raise ValueError(f"num_latents must be at least 1, got {num_latents}")
         starts = image_1CTHW is not None
         if image_1CTHW is not None:
-            latents, state = self._start(image_1CTHW, num_latents)
+            latents, state = self._start(
+                image_1CTHW, num_latents, key if self.later == "streamed" else None
+            )
         elif state is None:
             raise ValueError("a condition starts with an image, got neither image nor state")
         elif self.later == "streamed":
-            latents, state = self._stream(state.resolved(), num_latents)
+            latents, state = self._stream(self._cached(state.resolved()), num_latents)
         else:
             latents, state = self._repeat(state.resolved(), num_latents)
         cond_CFhw = torch.cat(latents, dim=2)[0]
@@ -230,11 +254,18 @@ class GreyCondition:
         )
 
     def _start(
-        self, image_1CTHW: torch.Tensor, num_latents: int
+        self, image_1CTHW: torch.Tensor, num_latents: int, key: ClipKey | None
     ) -> tuple[list[torch.Tensor], ConditionState]:
         height, width = image_1CTHW.shape[3:]
+        clip_1CFhw = None if key is None else self.clips.find(key)
+        if clip_1CFhw is not None:
+            known = ConditionState(height, width, None, clip_1CFhw, settled=True, num_encoded=0)
+            return self._stream(known, num_latents)
         latent, cache = self.vae.encode(image_1CTHW, None)
-        later, state = self._stream(ConditionState(height, width, cache, latent), num_latents - 1)
+        if key is not None:
+            self.clips.add(key, 0, [latent])
+        state = ConditionState(height, width, cache, latent, key=key)
+        later, state = self._stream(state, num_latents - 1)
         if self.later == "fresh_grey":
             state = replace(state.resolved(), cache=None, settled=False)
         return [latent, *later], state
@@ -248,7 +279,7 @@ class GreyCondition:
         runs for all frames, and once the state has settled, the device discards the later results.
         """
         if state.cache is None or num_latents == 0:
-            return [state.last_1CFhw] * num_latents, state
+            return self._known(state, num_latents)
         last, cache, latents = state.last_1CFhw, state.cache, []
         changes = torch.ones((), dtype=torch.bool, device=last.device)
         unsettled = torch.zeros((), dtype=torch.int32, device=last.device)
@@ -261,9 +292,32 @@ class GreyCondition:
             latents.append(last)
             if self._is_readable(changes) and not changes:
                 break
+        if state.key is not None:
+            self.clips.add(state.key, state.num_encoded, latents)
         settling = ConditionSettling(len(latents), PendingScalar(unsettled))
         latents += [last] * (num_latents - len(latents))
         return latents, replace(state, cache=cache, last_1CFhw=last, settling=settling)
+
+    @staticmethod
+    def _known(
+        state: ConditionState, num_latents: int
+    ) -> tuple[list[torch.Tensor], ConditionState]:
+        """Return the next latent frames of a state that needs no encoder."""
+        ahead_1CFhw = state.last_1CFhw
+        used = min(num_latents, ahead_1CFhw.shape[2] - 1)
+        if used == 0:
+            return [ahead_1CFhw] * num_latents, state
+        latents = list(ahead_1CFhw[:, :, :num_latents].split(1, dim=2))
+        latents += latents[-1:] * (num_latents - len(latents))
+        rest_1CFhw = ahead_1CFhw[:, :, used:].contiguous()
+        return latents, replace(state, last_1CFhw=rest_1CFhw, num_encoded=state.num_encoded + used)
+
+    def _cached(self, state: ConditionState) -> ConditionState:
+        """Complete the clip of a session whose conditioning has settled."""
+        if state.key is None or not state.settled:
+            return state
+        self.clips.complete(state.key, state.num_encoded + 1)
+        return replace(state, key=None)
 
     def _repeat(
         self, state: ConditionState, num_latents: int
