@@ -304,10 +304,12 @@ LATER_SESSIONS = 5
 
 
 async def first_frames(
-    engine: Any, session: Callable[[str], Callable[[int], Awaitable[dict[str, Any]]]]
+    engine: Any,
+    session: Callable[[str], Callable[[int], Awaitable[dict[str, Any]]]],
+    kind: str = "later",
 ) -> list[dict[str, Any]]:
     """Measure the time to the first frame for several sessions, which run one at a time on an idle
-    engine.
+    engine. `kind` starts the sessions' ids.
 
     The result has one record per session, with times in milliseconds. `outside` is the time spent
     outside the encode, denoise and decode stages. An engine's first session takes longer than later
@@ -316,7 +318,7 @@ async def first_frames(
     records = []
     for number in range(LATER_SESSIONS):
         await asyncio.sleep(IDLE_S)
-        name, start = f"later{number}", time.perf_counter()
+        name, start = f"{kind}{number}", time.perf_counter()
         record = await session(name)(0)
         first, timings = (record["done"] - start) * 1e3, record["timings_ms"]
         inside = sum(sum(timings.get(stage, [])) for stage in ("encode", "steps", "decode"))
