@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.exceptions import (
     GenerationError,
     QueueOverflowError,
@@ -18,6 +19,7 @@ from vllm.exceptions import (
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from vllm_omni.composition.composed_engine import ComposedEngine, ComposedEngineDied
+from vllm_omni.entrypoints.engine import client as client_module
 from vllm_omni.entrypoints.engine.client import OmniEngine
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed, pack
@@ -68,23 +70,59 @@ def test_an_endpoint_gets_one_type_of_failure(error: Exception, code: str) -> No
     asyncio.run(scenario())
 
 
-def test_a_session_is_closed_once_the_engine_accepts_requests_again() -> None:
-    """A paused engine refuses requests. A session whose close was refused would belong to nobody,
-    and nothing would free its memory.
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(client_module, "_LONGEST_PAUSE_S", 0.0)
+
+
+@pytest.mark.parametrize("aborts", [False, True], ids=["refuses", "aborts"])
+@pytest.mark.usefixtures("no_pauses")
+def test_a_session_is_closed_once_the_engine_runs_requests_again(aborts: bool) -> None:
+    """A paused engine refuses or aborts requests. A session whose close it did not run would belong
+    to nobody, and nothing would free its memory. The caller does not wait for the engine.
     """
 
     class Resuming(RaisingClient):
         attempts = 0
+        is_paused = True
 
         async def encode(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
             self.attempts += 1
-            if self.attempts < 3:
+            if self.is_paused and not aborts:
                 raise self.error
-            yield SimpleNamespace(outputs=SimpleNamespace(data=pack({}, {})))
+            data = torch.empty(0) if self.is_paused else pack({}, {})
+            yield SimpleNamespace(outputs=SimpleNamespace(data=data))
 
-    client = Resuming(RetryableRequestError("paused"))
-    asyncio.run(OmniEngine(client).close_session("s"))  # type: ignore[arg-type]
-    assert client.attempts == 3
+    async def scenario() -> None:
+        client = Resuming(RetryableRequestError("paused"))
+        engine = OmniEngine(client)  # type: ignore[arg-type]
+        await engine.close_session("s")
+        assert client.attempts == 1
+        while client.attempts < 3:
+            await asyncio.sleep(0)
+        client.is_paused = False
+        while engine._closing:
+            await asyncio.sleep(0)
+        assert client.attempts == 4
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_a_close_is_not_repeated_when_the_engine_has_died() -> None:
+    client = RaisingClient(RetryableRequestError("paused"))
+
+    async def scenario() -> None:
+        engine = OmniEngine(client)  # type: ignore[arg-type]
+        await engine.close_session("s")
+        client.error = EngineDeadError()
+        while engine._closing:
+            await asyncio.sleep(0)
+        with pytest.raises(RequestFailed, match="engine_dead"):
+            await engine.close_session("s")
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(("error", "code"), REFUSALS)
@@ -94,7 +132,6 @@ def test_a_rank_of_several_fails_in_the_same_way(
     """With several ranks, results are read from vLLM's queue rather than from `encode`, but
     failures are reported with the same codes as with a single rank.
     """
-    from vllm_omni.entrypoints.engine import client as module
     from vllm_omni.entrypoints.engine.session_placement import SessionPlacement
 
     class Queue:
@@ -109,7 +146,7 @@ def test_a_rank_of_several_fails_in_the_same_way(
         async def add_request(self, *args: Any, **kwargs: Any) -> Queue:
             return Queue()
 
-    monkeypatch.setattr(module, "AsyncLLM", Client)
+    monkeypatch.setattr(client_module, "AsyncLLM", Client)
 
     async def scenario() -> None:
         engine = OmniEngine(Client(error), SessionPlacement(2))  # type: ignore[arg-type]

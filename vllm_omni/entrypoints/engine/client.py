@@ -67,7 +67,8 @@ T = TypeVar("T")
 
 _DEAD: Final = "the engine has stopped"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
-_CLOSE_WAIT_S = 30.0
+_NOT_RUN = frozenset({"cancelled", "capacity"})
+"""Codes of requests that the engine has not run: `cancelled` if a pause aborted them."""
 
 
 class OmniEngine:
@@ -83,6 +84,7 @@ class OmniEngine:
         self._client = client
         # The engine requires unique request ids.
         self._process, self._numbers = secrets.token_hex(8), itertools.count()
+        self._closing: set[asyncio.Task[None]] = set()
         self._placement = placement if placement is not None and placement.size > 1 else None
         self._logs_chunks = logger.isEnabledFor(logging.DEBUG)
 
@@ -95,7 +97,8 @@ class OmniEngine:
     ) -> Coroutine[Any, Any, tuple[dict[str, Any], dict[str, np.ndarray]]]:
         """Run one request.
 
-        Cancelling the call aborts the request before its next denoise step.
+        Cancelling the call aborts the request. Denoise steps that have already been launched still
+        run; there are at most two.
 
         Args:
             params: Request parameters.
@@ -203,7 +206,7 @@ class OmniEngine:
         params: DiffusionParams,
         arrays: Mapping[str, np.ndarray],
         *,
-        timeout_s: float | None,
+        timeout_s: float,
         wait_s: float,
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Run one request and retry it while the engine refuses it with `capacity`.
@@ -212,7 +215,6 @@ class OmniEngine:
             params: Request parameters.
             arrays: Input arrays by name.
             timeout_s: Time limit per attempt in seconds. An attempt that takes longer is aborted.
-                None: no limit.
             wait_s: Time in seconds for which the request is retried after `capacity`.
 
         Returns:
@@ -241,14 +243,35 @@ class OmniEngine:
     async def close_session(self, session_id: str) -> None:
         """Free a session's state. Unknown ids are ignored.
 
-        An engine that is paused for a moment refuses the request, and then nothing else would free
-        the state, so the request is retried.
+        If the engine does not run the request now, because it is paused, asleep or its queue is
+        full, the request is repeated in the background until the engine runs it. On several ranks,
+        nothing else would free the state.
 
         Raises:
-            RequestFailed: The engine did not run the request.
+            RequestFailed: The engine failed or has stopped.
         """
         params = DiffusionParams(session_id=session_id, op="close")
-        await self.run_when_room(params, {}, timeout_s=None, wait_s=_CLOSE_WAIT_S)
+        try:
+            await self.run_request(params, {})
+        except RequestFailed as failure:
+            if failure.code not in _NOT_RUN:
+                raise
+            task = asyncio.get_running_loop().create_task(self._close_later(params))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def _close_later(self, params: DiffusionParams) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
+            try:
+                await self.run_request(params, {})
+            except RequestFailed as failure:
+                if failure.code in _NOT_RUN:
+                    continue
+                logger.warning("the engine did not close a session: %s", failure)
+            return
 
     async def progress(self) -> dict[str, tuple[int, int]]:
         """Return `{session id: (finished steps, total steps)}` for the requests in flight.
