@@ -17,7 +17,8 @@ Random weights with the released shapes give the same times as trained weights. 
 chunks after the window is full. `time_to_first_frame_ms` is measured in the engine's first session.
 `later_first_frames` are measured in five more sessions, which run one after another with different
 prompts and start images. `known_first_frames` are measured in five sessions with the start image of
-the first session, which the server does not encode again. The runner reports stage times, which are
+the first session. If the conditioning settled in that session, the server does not encode the image
+again, and the stage `condition` takes almost no time. The runner reports stage times, which are
 device times. `--tiny` runs the tests' small model, because even with few `--layers`, the full-width
 model and its text encoder take up about 20 GiB.
 """

@@ -174,6 +174,28 @@ def test_a_session_with_a_known_start_image_continues_bit_for_bit(
             assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
+@pytest.mark.parametrize(
+    ("family", "chunk"), [("lingbot_world", world_chunk), ("matrix_game", game_chunk)]
+)
+def test_a_session_never_gets_the_conditioning_of_another_image(
+    family: str, chunk: Any, make_worker: Callable[..., Worker]
+) -> None:
+    """A server that knows one start image encodes another one of the same size."""
+    here, new = make_worker(family), make_worker(family)
+    for index in range(12):
+        chunk(here, "known", index)
+    known = chunk(here, "again", 0)["frames"]
+    assert here.runner.sessions.get("again").condition.cache is None
+    image = torch.arange(32 * 48 * 3, dtype=torch.uint8).view(32, 48, 3).flip(0)
+    fields = {"prompt": "a harbour"} if family == "lingbot_world" else {}
+    other, expected = (
+        worker.chunk("other", {"image": image}, seed=3, actions=[["w"]] * 3, **fields)["frames"]
+        for worker in (here, new)
+    )
+    assert torch.equal(other, expected) and not torch.equal(other, known)
+    assert here.runner.sessions.get("other").condition.cache is not None
+
+
 @pytest.mark.nightly
 def test_a_snapshot_during_a_chunk_has_the_state_before_it(
     make_worker: Callable[..., Worker], tmp_path: Path

@@ -9,10 +9,12 @@ from helpers.golden import golden_folder
 from safetensors.torch import load_file
 
 from vllm_omni.model_executor.models.wan.checkpoint.loading import load_vae
+from vllm_omni.model_executor.models.wan.images import clip_cache
 from vllm_omni.model_executor.models.wan.images.clip_cache import clip_key
 from vllm_omni.model_executor.models.wan.images.files import prepare_image
 from vllm_omni.model_executor.models.wan.images.image_condition import ConditionState, GreyCondition
 from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAEConfig
+from vllm_omni.outputs import RequestFailed
 
 GOLDEN = golden_folder("lingbot")
 
@@ -169,17 +171,52 @@ def test_sessions_encode_a_clip_between_them(sharing, image, monkeypatch):
     assert torch.equal(stream(sharing, image, SETTLES, key=b"pond")[0], expected)
 
 
-def test_the_encoder_runs_again_for_an_evicted_image(sharing, image):
-    """The cache keeps the clips of the latest 16 images, and none after the weights change."""
-    expected, _ = stream(sharing, image, SETTLES)
-    for number in range(17):
-        stream(sharing, image, SETTLES, key=b"%d" % number)
-        assert sharing.clips.find(b"0") is not None or number == 16
-    assert sharing.clips.find(b"0") is not None, "it was used most recently"
-    assert sharing.clips.find(b"1") is None
-    assert torch.equal(stream(sharing, image, SETTLES, key=b"1")[0], expected)
+def test_the_encoder_runs_again_for_an_evicted_image(sharing, image, monkeypatch):
+    """Each image has its own clip. The clips that were not used for the longest time are evicted
+    when all together exceed the limit.
+    """
+    images = {b"%d" % number: image * (1 - number / 8) for number in range(4)}
+    expected = {key: stream(sharing, each, SETTLES)[0] for key, each in images.items()}
+    _, state = stream(sharing, image, SETTLES, key=b"0")
+    one_clip = sharing.clips.nbytes
+    assert one_clip == (state.num_encoded + 1) * state.nbytes
+    monkeypatch.setattr(clip_cache, "_MAX_BYTES", 3 * one_clip + one_clip // 2)
+    for key in (b"1", b"2", b"0", b"3"):
+        assert torch.equal(stream(sharing, images[key], SETTLES, key=key)[0], expected[key])
+    known = [key for key in images if sharing.clips.find(key) is not None]
+    assert b"1" not in known and {b"0", b"3"} <= set(known)
+    assert sharing.clips.nbytes <= 3.5 * one_clip
+    calls = []
+    encode = sharing.vae.encode
+    monkeypatch.setattr(sharing.vae, "encode", lambda *args: calls.append(1) or encode(*args))
+    for key in images:
+        calls.clear()
+        assert torch.equal(stream(sharing, images[key], SETTLES, key=key)[0], expected[key])
+        if key in (b"0", b"1"):
+            assert bool(calls) == (key == b"1")
     sharing.clips.clear()
-    assert sharing.clips.find(b"1") is None
+    assert sharing.clips.nbytes == 0 and sharing.clips.find(b"0") is None
+
+
+@pytest.mark.parametrize(
+    ("frames", "fits"), [(1, True), (5, True), (64, True), (0, False), (65, False)]
+)
+def test_a_restored_state_has_a_limited_number_of_frames_ahead(condition, frames, fits):
+    class Saved:
+        def shape(self, name):
+            return [1, 16, frames, 2, 3]
+
+        def take_tensor(self, name, device, dtype, shape):
+            if list(shape) != self.shape(name):
+                raise RequestFailed("invalid_snapshot", name)
+            return torch.zeros(shape, dtype=dtype)
+
+    layout = condition.state_layout(16, 24)
+    if fits:
+        assert layout.restore(Saved(), "cpu", settled=True, num_encoded=2).nbytes == frames * 384
+    else:
+        with pytest.raises(RequestFailed, match="invalid_snapshot: last"):
+            layout.restore(Saved(), "cpu", settled=True, num_encoded=2)
 
 
 def test_only_conditions_that_stream_share_clips(condition, image):

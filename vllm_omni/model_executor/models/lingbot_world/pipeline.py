@@ -49,7 +49,6 @@ from vllm_omni.model_executor.models.wan.chunk_setup import (
     build_networks,
     load_parts,
 )
-from vllm_omni.model_executor.models.wan.images.clip_cache import clip_key
 from vllm_omni.model_executor.models.wan.images.files import prepare_image
 from vllm_omni.model_executor.models.wan.images.image_condition import (
     ConditionLayout,
@@ -123,9 +122,9 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
         def load() -> None:
             load_transformer(self.transformer, layout.transformer, self.config)
 
-        load_parts(self, layout, load)
         if self.condition is not None:
             self.condition.clips.clear()
+        load_parts(self, layout, load)
 
     def adapter_targets(self) -> dict[str, AdapterTarget]:
         return {"transformer": adapter_target(self.transformer, self.config)}
@@ -244,7 +243,7 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
         if image is not None:
             height, width = session.shape.height, session.shape.width
             pixels = prepare_image(to_device(image, self.transformer.device), height, width)
-            key = clip_key(image, height, width)
+            key = self.condition.key_of(image, height, width)
         return self.condition.next(pixels, len(frames), session.condition, key)
 
     def _rest(

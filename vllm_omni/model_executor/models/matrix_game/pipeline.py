@@ -56,7 +56,6 @@ from vllm_omni.model_executor.models.wan.chunk_setup import (
     build_networks,
     load_parts,
 )
-from vllm_omni.model_executor.models.wan.images.clip_cache import clip_key
 from vllm_omni.model_executor.models.wan.images.files import cut_image
 from vllm_omni.model_executor.models.wan.images.image_condition import (
     ConditionState,
@@ -112,9 +111,9 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
         def load() -> None:
             load_transformer(self.transformer, layout.open_transformer(), self.config)
 
-        load_parts(self, layout, load)
         if self.condition is not None:
             self.condition.clips.clear()
+        load_parts(self, layout, load)
 
     def adapter_targets(self) -> dict[str, AdapterTarget]:
         return {"transformer": adapter_target(self.transformer, self.config)}
@@ -235,10 +234,9 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
         """Return CLIP's hidden states for the session's image. On the first stage, also return the
         conditioning y and its next state.
         """
-        pixels, key, device = None, None, self.transformer.device
+        pixels, device = None, self.transformer.device
         if image is not None:
-            height, width = session.shape.height, session.shape.width
-            pixels, key = cut_image(image, height, width), clip_key(image, height, width)
+            pixels = cut_image(image, session.shape.height, session.shape.width)
             assert self.image_encoder is not None
             actions = self.image_encoder.encode(pixels[:, :, 0], device).to(self.transformer.dtype)
         else:
@@ -246,9 +244,10 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
             actions = session.own.image
         if self.condition is None:
             return actions, None, None
-        return actions, *self.condition.next(
-            None if pixels is None else pixels.to(device), num_frames, session.condition, key
-        )
+        if image is None or pixels is None:
+            return actions, *self.condition.next(None, num_frames, session.condition)
+        key = self.condition.key_of(image, session.shape.height, session.shape.width)
+        return actions, *self.condition.next(pixels.to(device), num_frames, session.condition, key)
 
     def start_step(self, request: Request) -> None:
         """Compute the actions, the keyboard K/V and the image K/V once per chunk. The call is

@@ -8,13 +8,14 @@ image share.
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 
 ClipKey = bytes
 """Digest of a start image and of the size of its session's frames."""
-_MAX_CLIPS: Final = 16
+_MAX_BYTES: Final = 64 << 20
 MAX_FRAMES: Final = 64
 """Maximum number of latent frames in a clip."""
 
@@ -33,26 +34,37 @@ def clip_key(image: torch.Tensor, height: int, width: int) -> ClipKey:
     return digest.digest()
 
 
+@dataclass
+class _Clip:
+    """The first latent frames of a clip."""
+
+    frames: list[torch.Tensor] = field(default_factory=list)
+    """Latent frames, each fp32 [1, C, 1, h, w]."""
+    is_complete: bool = False
+    """Whether all later frames equal the last one."""
+
+
 class ClipCache:
     """Clips of recent start images. Their latents depend only on the image and the VAE's weights.
 
-    A session adds the latent frames that it encodes. Once its conditioning has settled, the clip is
-    complete, and later sessions with the same image do not run the encoder. The cache keeps the
-    clips of the most recent images, which take a few MB each.
+    A session adds the latent frames that it encodes. When it starts a chunk after its conditioning
+    has settled, the clip becomes complete, and later sessions with the same image do not run the
+    encoder. If all clips together exceed 64 MiB, those that have not been used for the longest time
+    are evicted.
     """
 
     def __init__(self) -> None:
-        self._encoded: OrderedDict[ClipKey, list[torch.Tensor]] = OrderedDict()
-        self._complete: OrderedDict[ClipKey, torch.Tensor] = OrderedDict()
+        self._clips: OrderedDict[ClipKey, _Clip] = OrderedDict()
 
     def find(self, key: ClipKey) -> torch.Tensor | None:
         """Return a complete clip, fp32 [1, C, F, h, w], whose last frame all later frames equal.
         None: the clip is unknown or not complete.
         """
-        clip_1CFhw = self._complete.get(key)
-        if clip_1CFhw is not None:
-            self._complete.move_to_end(key)
-        return clip_1CFhw
+        clip = self._clips.get(key)
+        if clip is None or not clip.is_complete:
+            return None
+        self._clips.move_to_end(key)
+        return torch.cat(clip.frames, dim=2)
 
     def add(self, key: ClipKey, position: int, latents: Sequence[torch.Tensor]) -> None:
         """Add the latent frames that a session has encoded, unless another session already has.
@@ -62,28 +74,24 @@ class ClipCache:
             position: Position in the clip of the first of these frames.
             latents: Latent frames, each fp32 [1, C, 1, h, w].
         """
-        if position == 0 and key not in self._encoded:
-            self._encoded[key] = []
-            _limit(self._encoded)
-        frames = self._encoded.get(key)
-        if frames is not None and len(frames) == position <= MAX_FRAMES - len(latents):
-            frames += latents
+        clip = self._clips.setdefault(key, _Clip())
+        self._clips.move_to_end(key)
+        if len(clip.frames) == position <= MAX_FRAMES - len(latents) and not clip.is_complete:
+            clip.frames += latents
+        while self.nbytes > _MAX_BYTES:
+            self._clips.popitem(last=False)
 
     def complete(self, key: ClipKey, num_frames: int) -> None:
         """Make a clip complete, whose conditioning has settled after `num_frames` latent frames."""
-        frames = self._encoded.pop(key, [])
-        if len(frames) >= num_frames:
-            self._complete[key] = torch.cat(frames[:num_frames], dim=2)
-            _limit(self._complete)
+        clip = self._clips.get(key)
+        if clip is not None and len(clip.frames) >= num_frames and not clip.is_complete:
+            del clip.frames[num_frames:]
+            clip.is_complete = True
 
     def clear(self) -> None:
         """Evict all clips, because the VAE's weights change."""
-        self._encoded.clear()
-        self._complete.clear()
+        self._clips.clear()
 
-
-def _limit(
-    clips: OrderedDict[ClipKey, list[torch.Tensor]] | OrderedDict[ClipKey, torch.Tensor],
-) -> None:
-    while len(clips) > _MAX_CLIPS:
-        clips.popitem(last=False)
+    @property
+    def nbytes(self) -> int:
+        return sum(frame.nbytes for clip in self._clips.values() for frame in clip.frames)

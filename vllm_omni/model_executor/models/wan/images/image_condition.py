@@ -9,8 +9,8 @@ chunk by chunk instead. The results are bit-identical to those of the original, 
 need not be known in advance. When two consecutive latent frames differ by no more than `_SETTLED`,
 the conditioning has settled: the later frame is used for all following frames, and the encoder does
 not run again. `LaterCondition` lists this method (`streamed`) and those of other implementations.
-With `streamed`, sessions share the latents of equal start images (`ClipCache`), so the encoder runs
-only for the first of them.
+With `streamed`, sessions share the latents of equal start images (`ClipCache`). The encoder does
+not run for an image whose conditioning has settled in an earlier session.
 
 `GreyCondition` computes the conditioning. It runs on the first pipeline stage, which embeds
 patches. Each session on that stage has a `ConditionState` (`ImageStartedPipeline`,
@@ -32,7 +32,12 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.device_async import PendingScalar
 from vllm_omni.model_executor.interfaces import Inputs
 from vllm_omni.model_executor.models.wan.architecture import LaterCondition
-from vllm_omni.model_executor.models.wan.images.clip_cache import MAX_FRAMES, ClipCache, ClipKey
+from vllm_omni.model_executor.models.wan.images.clip_cache import (
+    MAX_FRAMES,
+    ClipCache,
+    ClipKey,
+    clip_key,
+)
 from vllm_omni.model_executor.models.wan.vae.latents import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.vae.vae import CacheLayout, StreamingWanVAE, VAECache
 from vllm_omni.model_executor.streaming.session import SessionScalars, StreamingSession, Window
@@ -195,6 +200,12 @@ class GreyCondition:
         self.chunk_frames = chunk_frames
         self.clips = ClipCache()
 
+    def key_of(self, image: torch.Tensor, height: int, width: int) -> ClipKey | None:
+        """Return a start image's key in the clip cache (`clip_key`). None: the conditioning of
+        later chunks does not use the cache.
+        """
+        return clip_key(image, height, width) if self.later == "streamed" else None
+
     def next(
         self,
         image_1CTHW: torch.Tensor | None,
@@ -210,7 +221,7 @@ class GreyCondition:
                 continue from `state`.
             num_latents: Number F of latent frames.
             state: State after the previous chunk. None before the first chunk.
-            key: The new start image's key in the clip cache. None: do not use the cache.
+            key: The new start image's key (`key_of`). None: do not use the clip cache.
 
         Raises:
             ValueError: Both the image and the state are None, or `num_latents` is less than 1.
@@ -219,9 +230,7 @@ class GreyCondition:
             raise ValueError(f"num_latents must be at least 1, got {num_latents}")
         starts = image_1CTHW is not None
         if image_1CTHW is not None:
-            latents, state = self._start(
-                image_1CTHW, num_latents, key if self.later == "streamed" else None
-            )
+            latents, state = self._start(image_1CTHW, num_latents, key)
         elif state is None:
             raise ValueError("a condition starts with an image, got neither image nor state")
         elif self.later == "streamed":
