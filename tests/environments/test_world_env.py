@@ -162,6 +162,14 @@ def test_a_refused_fork_raises_and_leaves_no_session_behind(env: WorldVectorEnv)
     env.reset(seed=1)
 
 
+@pytest.mark.parametrize("targets", [[1, 9], [1, 1], [-1]])
+def test_a_fork_to_wrong_targets_changes_nothing(env: WorldVectorEnv, targets: list[int]) -> None:
+    env.reset(seed=1)
+    with pytest.raises(ValueError, match="targets must be different numbers from 0 to 2"):
+        env.fork(0, targets)
+    assert env.step(keys(env, "w", "w", "w"))[-1]["chunks"].tolist() == [2, 2, 2]
+
+
 @pytest.mark.parametrize(
     ("count", "prompt", "message"),
     [

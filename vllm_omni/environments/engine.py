@@ -155,10 +155,10 @@ class OfflineEngine(WorldEngine):
         self._close(targets)
         new = {target: _new_id() for target in targets}
         origin = self._sessions[source]
+        self._sessions |= new
         outcomes = self._run(
             [DiffusionParams(session_id=origin, op="fork", fork_to=name) for name in new.values()]
         )
-        self._sessions |= new
         for outcome in outcomes:
             if isinstance(outcome, RequestFailed):
                 self._close(targets)

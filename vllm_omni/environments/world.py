@@ -304,10 +304,16 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             targets: Environments to replace. If a copy is refused, they must be reset.
 
         Raises:
+            ValueError: The source has no episode, or a target is not an environment's number or
+                occurs twice.
             RequestFailed: The engine or the server refused a copy.
         """
         origin = self._episode(source)
         targets = [target for target in targets if target != source]
+        if len(set(targets)) < len(targets) or not set(targets) <= set(range(self.num_envs)):
+            raise ValueError(
+                f"targets must be different numbers from 0 to {self.num_envs - 1}, got {targets}"
+            )
         if targets:
             for target in targets:
                 self.episodes[target] = None
