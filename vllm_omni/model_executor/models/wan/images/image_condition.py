@@ -234,7 +234,7 @@ class GreyCondition:
         elif state is None:
             raise ValueError("a condition starts with an image, got neither image nor state")
         elif self.later == "streamed":
-            latents, state = self._stream(self._cached(state.resolved()), num_latents)
+            latents, state = self._stream(self._with_complete_clip(state.resolved()), num_latents)
         else:
             latents, state = self._repeat(state.resolved(), num_latents)
         cond_CFhw = torch.cat(latents, dim=2)[0]
@@ -321,7 +321,7 @@ class GreyCondition:
         rest_1CFhw = ahead_1CFhw[:, :, used:].contiguous()
         return latents, replace(state, last_1CFhw=rest_1CFhw, num_encoded=state.num_encoded + used)
 
-    def _cached(self, state: ConditionState) -> ConditionState:
+    def _with_complete_clip(self, state: ConditionState) -> ConditionState:
         """Complete the clip of a session whose conditioning has settled."""
         if state.key is None or not state.settled:
             return state
