@@ -22,7 +22,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -69,6 +69,14 @@ _DEAD: Final = "the engine has stopped"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _NOT_RUN = frozenset({"cancelled", "capacity"})
 """Codes of requests that the engine has not run: `cancelled` if a pause aborted them."""
+
+
+def _pauses_s() -> Iterator[float]:
+    """Yield the pauses in seconds between attempts to run a request. They grow up to a limit."""
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        yield pause_s
+        pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
 
 
 class OmniEngine:
@@ -225,7 +233,7 @@ class OmniEngine:
                 attempt exceeds `timeout_s`.
         """
         give_up_s = time.monotonic() + wait_s
-        pause_s = _FIRST_PAUSE_S
+        pauses_s = _pauses_s()
         while True:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -237,8 +245,7 @@ class OmniEngine:
                 raise RequestFailed(
                     "timeout", "the engine took too long, so the request was aborted"
                 ) from None
-            await asyncio.sleep(pause_s)
-            pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
+            await asyncio.sleep(next(pauses_s))
 
     async def close_session(self, session_id: str) -> None:
         """Free a session's state. Unknown ids are ignored.
@@ -261,17 +268,15 @@ class OmniEngine:
             task.add_done_callback(self._closing.discard)
 
     async def _close_later(self, params: DiffusionParams) -> None:
-        pause_s = _FIRST_PAUSE_S
-        while True:
+        for pause_s in _pauses_s():
             await asyncio.sleep(pause_s)
-            pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
             try:
                 await self.run_request(params, {})
+                return
             except RequestFailed as failure:
-                if failure.code in _NOT_RUN:
-                    continue
-                logger.warning("the engine did not close a session: %s", failure)
-            return
+                if failure.code not in _NOT_RUN:
+                    logger.warning("the engine did not close a session: %s", failure)
+                    return
 
     async def progress(self) -> dict[str, tuple[int, int]]:
         """Return `{session id: (finished steps, total steps)}` for the requests in flight.

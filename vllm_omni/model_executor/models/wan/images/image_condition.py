@@ -80,13 +80,9 @@ class ConditionLayout:
                 (`invalid_snapshot`). The message names the tensor.
         """
         shape = saved.shape("last") or []
-        if not settled:
-            allowed = range(1, 2)
-        elif self.later == "streamed":
-            allowed = range(1, MAX_FRAMES + 1)
-        else:
-            allowed = range(self.chunk_frames, self.chunk_frames + 1)
-        frames = next((count for count in shape[2:3] if count in allowed), 1)
+        streams = self.later == "streamed"
+        allowed = range(1, MAX_FRAMES + 1) if streams else (self.chunk_frames,)
+        frames = shape[2] if settled and len(shape) > 2 and shape[2] in allowed else 1
         cells = (self.height // VAE_SPATIAL, self.width // VAE_SPATIAL)
         last_1CFhw = saved.take_tensor(
             "last", device, torch.float32, (1, LATENT_CHANNELS, frames, *cells)
