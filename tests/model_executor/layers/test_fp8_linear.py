@@ -62,17 +62,18 @@ def chosen(
     ("options", "invariant", "kernel"),
     [
         ({}, "0", RowwiseFP8Kernel),
-        ({"shape": (8960, 1536)}, "0", Cutlass),
-        ({"shape": (2560, 5120)}, "0", Cutlass),
+        ({"shape": (8960, 1536)}, "0", RowwiseFP8Kernel),
+        ({"shape": (2048, 2560)}, "0", Cutlass),
+        ({"shape": (1536, 1536)}, "0", Cutlass),
         ({"weights": kFp8StaticTensorSym}, "0", Cutlass),
         ({"cublas": False}, "0", Cutlass),
         ({}, "1", Cutlass),
     ],
 )
-def test_only_wide_layers_with_row_scales_use_cublas(
+def test_only_large_layers_with_row_scales_use_cublas(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], invariant: str, kernel: type
 ) -> None:
-    """A layer keeps vLLM's kernel if the layer is narrow, if its weights do not have one scale per
+    """A layer keeps vLLM's kernel if its weight is small, if its weights do not have one scale per
     row, if cuBLAS has no row-wise FP8 on the GPU, or if batch-invariant mode is on.
     """
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
@@ -107,6 +108,7 @@ def test_cublas_is_as_accurate_as_cutlass(sizes: tuple[int, int, int], bias: boo
     exact = (a.data.float() * a.scale).double() @ (b.data.float() * b.scale).double().t()
     exact = exact if terms is None else exact + terms.double()
     kernel = RowwiseFP8Kernel.__new__(RowwiseFP8Kernel)
+    kernel.logical_output_size = out
     found = kernel.apply_scaled_mm(
         A=a.data,
         B=b.data.t(),

@@ -74,6 +74,7 @@ def attention(
     *,
     causal: bool = False,
     key_range: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return softmax(q k^T / sqrt(H)) v as [T, N, H] in the dtype of `q_TNH`.
 
@@ -86,9 +87,10 @@ def attention(
         key_range: int32 [2] on the device of `q_TNH`: 0 and the number of leading keys to attend
             to. The host does not read this value, so one CUDA graph works for all lengths. Cannot
             be combined with `causal`. Default: attend to all keys.
+        out: Contiguous tensor for the result. Default: a new tensor.
     """
     if key_range is not None:
-        return _attention_to_first(q_TNH, k_SNH, v_SNH, key_range)
+        return _attention_to_first(q_TNH, k_SNH, v_SNH, key_range, out)
     causal = causal and q_TNH.shape[0] > 1
     if flash_attention_3(q_TNH.device, q_TNH.dtype).is_on and (flash := _flash_attention(3)):
         queries, keys = q_TNH.shape[0], k_SNH.shape[0]
@@ -101,12 +103,13 @@ def attention(
             max_seqlen_k=keys,
             cu_seqlens_k=_cu_seqlens(keys, q_TNH.device),
             causal=causal,
+            out=out,
         )
     q, k, v = _batch_of_one(q_TNH, k_SNH, v_SNH)
     mask = causal_lower_right(q.shape[2], k.shape[2]) if causal else None
     grouped = q.shape[1] != k.shape[1]
-    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
-    return out.squeeze(0).transpose(0, 1)
+    result = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+    return _written(result, out)
 
 
 def cross_attention(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor) -> torch.Tensor:
@@ -136,14 +139,18 @@ def _is_half(q_TNH: torch.Tensor) -> bool:
 
 
 def _attention_to_first(
-    q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor, key_range: torch.Tensor
+    q_TNH: torch.Tensor,
+    k_SNH: torch.Tensor,
+    v_SNH: torch.Tensor,
+    key_range: torch.Tensor,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return `attention` over the first `key_range[1]` keys. On CUDA, the host does not wait for
     the device.
     """
     if q_TNH.device.type == "cpu":
         seen = slice(0, int(key_range[1]))
-        return attention(q_TNH, k_SNH[seen], v_SNH[seen])
+        return attention(q_TNH, k_SNH[seen], v_SNH[seen], out=out)
     if _is_half(q_TNH) and (flash := _flash_attention(3, 2)):
         return flash(
             q_TNH,
@@ -153,13 +160,20 @@ def _attention_to_first(
             cu_seqlens_q=_cu_seqlens(q_TNH.shape[0], q_TNH.device),
             max_seqlen_k=k_SNH.shape[0],
             cu_seqlens_k=key_range,
+            out=out,
         )
     q, k, v = _batch_of_one(q_TNH, k_SNH, v_SNH)
     seen_S = torch.arange(k_SNH.shape[0], device=q.device) < key_range[1]
-    out = functional.scaled_dot_product_attention(
+    result = functional.scaled_dot_product_attention(
         q, k, v, attn_mask=seen_S, enable_gqa=q.shape[1] != k.shape[1]
     )
-    return out.squeeze(0).transpose(0, 1)
+    return _written(result, out)
+
+
+def _written(result_1NTH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """Return a result of torch's attention as [T, N, H], copied to `out` if that is given."""
+    result_TNH = result_1NTH.squeeze(0).transpose(0, 1)
+    return result_TNH if out is None else out.copy_(result_TNH)
 
 
 def stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:

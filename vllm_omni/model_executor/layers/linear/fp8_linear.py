@@ -20,15 +20,19 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 
 from vllm_omni.model_executor.layers.fast_path import FastPath, Lack, lacks_hopper, this_device
 
-_LEAST_WIDTH = 4096
-"""Minimum number of input channels, and of output channels, for a layer to use cuBLAS. cuBLAS was
-not faster with either 1536 channels or Lance's 2048 channels.
+_LEAST_NUMBERS = 8 << 20
+"""Minimum size of a weight, in elements, for its layer to use cuBLAS. cuBLAS is not faster for the
+attention layers of models with 1536 or 2048 channels.
+"""
+_LEAST_TOKENS = 128
+"""Minimum number of tokens in a product for cuBLAS to be used. CUTLASS has separate kernels for
+fewer tokens.
 """
 
 
 class RowwiseFP8Kernel(CutlassFP8ScaledMMLinearKernel):
-    """vLLM's CUTLASS kernel, with cuBLAS for the matrix product if the result is bf16 and the layer
-    needs no padding.
+    """vLLM's CUTLASS kernel, with cuBLAS for the matrix product if the result is bf16, the layer
+    needs no padding, and there are enough tokens.
     """
 
     def apply_scaled_mm(
@@ -54,7 +58,7 @@ class RowwiseFP8Kernel(CutlassFP8ScaledMMLinearKernel):
             output_shape: The result's shape.
         """
         padded = B.shape != (A.shape[1], output_shape[-1])
-        if padded or out_dtype != torch.bfloat16:
+        if padded or out_dtype != torch.bfloat16 or len(A) < _LEAST_TOKENS:
             return super().apply_scaled_mm(
                 A=A, B=B, out_dtype=out_dtype, As=As, Bs=Bs, bias=bias, output_shape=output_shape
             )
@@ -112,8 +116,8 @@ def _lacks_cublas(layer: nn.Module) -> Lack:
     if keys != (kFp8DynamicTokenSym, kFp8StaticChannelSym):
         return Lack("the weights have other scales than one per output channel")
     weight: Any = layer.weight
-    if min(weight.shape) < _LEAST_WIDTH:
-        return Lack(f"CUTLASS is as fast for layers with fewer than {_LEAST_WIDTH} channels")
+    if weight.numel() < _LEAST_NUMBERS:
+        return Lack(f"CUTLASS is as fast for weights with fewer than {_LEAST_NUMBERS} elements")
     return _lacks_rowwise_cublas(this_device())
 
 
