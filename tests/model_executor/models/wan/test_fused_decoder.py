@@ -54,6 +54,19 @@ def test_frames_and_cache_equal_the_plain_decoder(
         assert cache.nbytes == nbytes == expected_cache.nbytes
 
 
+def test_images_equal_first_frames(
+    plain: StreamingWanVAE, fused: StreamingWanVAE, latents: torch.Tensor
+) -> None:
+    """A single image equals the first frame of a stream, bit for bit, and images decoded together
+    equal those of the plain decoder.
+    """
+    images = torch.cat((latents[:, :, :1], latents[:, :, 1:2]))
+    assert torch.equal(fused.decode_image(images[:1]), fused.decode(images[:1], None)[0])
+    pixels = fused.decode_image(images)
+    expected = torch.cat([plain.decode(image, None)[0] for image in images.split(1)])
+    torch.testing.assert_close(pixels, expected, atol=TOLERANCE, rtol=0)
+
+
 def test_splits_change_no_bit(fused: StreamingWanVAE, latents: torch.Tensor) -> None:
     whole, whole_cache = fused.decode(latents, None)
     for cuts in (CUTS, [3, 2], [1] * 5):

@@ -102,6 +102,15 @@ class FusedDecoder(FusedLayers):
             )
         return _LatentPass(self, features, len(x_BCTHW), first).decode(x_BCTHW), features
 
+    def decode_image(
+        self, x_BCTHW: torch.Tensor, shapes: tuple[tuple[int, ...], ...]
+    ) -> torch.Tensor:
+        """Decode latents with T = 1 as the only frames of their streams. The arguments are those of
+        a call, but no features are allocated.
+        """
+        unread = [x_BCTHW.new_empty(1).expand(len(x_BCTHW), *shape[1:]) for shape in shapes]
+        return _LatentPass(self, unread, len(x_BCTHW), first=True, last=True).decode(x_BCTHW)
+
     def kept(self, features: list[Any]) -> list[Any]:
         """Return the features, copied if necessary, so that decoding other streams does not
         overwrite them.
@@ -139,7 +148,9 @@ def _upsampler(level: Any) -> Any:
 
 
 class _LatentPass(FramesPass):
-    """Decodes one latent frame. `first` is true for the first latent frame of a stream."""
+    """Decodes one latent frame. `first` is true for the first latent frame of a stream, and `last`
+    for a frame that no other frame follows.
+    """
 
     def __init__(
         self,
@@ -149,8 +160,9 @@ class _LatentPass(FramesPass):
         first: bool,
         *,
         in_place: bool = False,
+        last: bool = False,
     ) -> None:
-        super().__init__(whole, features, streams, first=first, in_place=in_place)
+        super().__init__(whole, features, streams, first=first, in_place=in_place, last=last)
         self.whole = whole
 
     def decode(self, x_BCTHW: torch.Tensor) -> torch.Tensor:
@@ -199,14 +211,15 @@ class _LatentPass(FramesPass):
 
     def _pixels(self, at: PendingSum) -> torch.Tensor:
         """Apply the last convolution. Because it has few output channels, its three temporal taps
-        are computed side by side, then added.
+        are computed side by side, then added. Only the last tap applies to a stream's first frame.
         """
         decoder = self.whole.decoder
-        layer = decoder.conv_out
-        frames, _ = self.stacked(
-            layer, at, FrameLayout.IN_TURN, gamma=decoder.norm_out.gamma.flatten()
-        )
+        layer, gamma = decoder.conv_out, decoder.norm_out.gamma.flatten()
+        layout = FrameLayout.ALONE if self.first else FrameLayout.IN_TURN
+        frames, _ = self.stacked(layer, at, layout, gamma=gamma)
         rows = 0 if self.whole.bands is not None else 1
         of_taps = convolved(frames, self.whole.derived(layer, taps_as_channels), (rows, 1))
-        pixels_BTHWO = sum_of_taps(of_taps.unflatten(0, (self.streams, -1)), layer.bias)
+        pixels_BTHWO = sum_of_taps(
+            of_taps.unflatten(0, (self.streams, -1)), layer.bias, first=self.first
+        )
         return pixels_BTHWO.permute(0, 4, 1, 2, 3)

@@ -170,6 +170,7 @@ class FramesPass:
         streams: Number of streams.
         first: Whether these are the first frames of the streams.
         in_place: Whether to overwrite the feature tensors instead of replacing them.
+        last: Whether these are the last frames of the streams. The features are not replaced then.
     """
 
     def __init__(
@@ -180,14 +181,10 @@ class FramesPass:
         *,
         first: bool,
         in_place: bool = False,
+        last: bool = False,
     ) -> None:
-        self.layers, self.features, self.streams, self.first, self.in_place = (
-            layers,
-            features,
-            streams,
-            first,
-            in_place,
-        )
+        self.layers, self.features, self.streams = layers, features, streams
+        self.first, self.in_place, self.last = first, in_place, last
         self.index = 0
         """Index of the feature that the next layer uses."""
 
@@ -204,23 +201,27 @@ class FramesPass:
         layer's feature.
         """
         bands = self.layers.bands if layer.kernel_size[1] > 1 else None
-        past_BCTHW = self.features[self.index]
+        past_BTHWC = self.features[self.index].permute(0, 2, 3, 4, 1)
         stacked = self.layers.passes.stack_frames(
             at,
-            past_BCTHW.permute(0, 2, 3, 4, 1).contiguous(),
+            past_BTHWC if layout is FrameLayout.ALONE else past_BTHWC.contiguous(),
             layout=layout,
             edge_rows=0 if bands is None else 1,
             want_sum=want_sum,
+            want_newest=not self.last,
             **more,
         )
         if bands is not None:
             bands.fill_edges(stacked.frames.flatten(0, -4))
-        self.store_feature(stacked.newest.permute(0, 4, 1, 2, 3))
+        newest = stacked.newest
+        self.store_feature(None if newest is None else newest.permute(0, 4, 1, 2, 3))
         return stacked.frames, stacked.total
 
-    def store_feature(self, newest_BCTHW: torch.Tensor) -> None:
-        """Replace the feature at `index`, and advance `index`."""
-        if self.in_place:
+    def store_feature(self, newest_BCTHW: torch.Tensor | None) -> None:
+        """Replace the feature at `index` unless there is no new feature, and advance `index`."""
+        if newest_BCTHW is None:
+            pass
+        elif self.in_place:
             self.features[self.index].copy_(newest_BCTHW)
         else:
             self.features[self.index] = newest_BCTHW

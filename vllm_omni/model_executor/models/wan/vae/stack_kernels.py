@@ -128,7 +128,7 @@ def _stack_kernel(  # type: ignore[no-untyped-def]
         )
     out_frame = (P + 2 * edge) * C
     if LAYOUT == "alone":
-        older = tl.zeros((BLOCK_P, BLOCK_C), newest_ptr.dtype.element_ty)
+        older = tl.zeros((BLOCK_P, BLOCK_C), out_ptr.dtype.element_ty)
         old = older
     elif LAYOUT is not None:
         older = tl.load(past_ptr + stream * 2 * frame + at, mask=mask, other=0.0)
@@ -166,7 +166,7 @@ def _stack_kernel(  # type: ignore[no-untyped-def]
         if INPUTS is not None:
             frames = frames + (y,)  # type: ignore[assignment]  # noqa: RUF005
         if LAYOUT is not None:
-            new = y.to(newest_ptr.dtype.element_ty)
+            new = y.to(older.dtype)
             if LAYOUT == "side by side":
                 wide = out_ptr + (n * out_frame + edge * C) * 3
                 wide = wide + pixel[:, None] * (3 * C) + channel[None, :]
@@ -185,7 +185,7 @@ def _stack_kernel(  # type: ignore[no-untyped-def]
             tl.store(
                 out_ptr + (j * streams + stream) * out_frame + edge * C + at, combined, mask=mask
             )
-    if LAYOUT is not None:
+    if newest_ptr is not None:
         tl.store(newest_ptr + stream * 2 * frame + at, older, mask=mask)
         tl.store(newest_ptr + (stream * 2 + 1) * frame + at, old, mask=mask)
 
@@ -198,6 +198,7 @@ def stack_frames(
     gamma: torch.Tensor | None = None,
     edge_rows: int = 0,
     want_sum: bool = False,
+    want_newest: bool = True,
 ) -> StackedFrames:
     """Implement `stacked_frames.stack_frames` with the Triton kernel."""
     streams, _, height, width, channels = past.shape
@@ -214,7 +215,7 @@ def stack_frames(
         out = past.new_empty((streams * frames, rows, width, 3 * channels))
     else:
         out = past.new_empty((streams * (frames + 2), rows, width, channels))
-    newest = torch.empty_like(past, memory_format=torch.contiguous_format)
+    newest = past.new_empty(past.shape) if want_newest else None
     total = None
     if want_sum:
         total = _room_for_sum(activation, past)
@@ -261,8 +262,9 @@ def _launch(
     if isinstance(residual, DuplicatedPixels):
         duplicates = (residual.factor, residual.grown, residual.repeats)
         residual = residual.x
-    assert all(each is None or each.is_contiguous() for each in (x, bias, residual, past, gamma))
     streams, _, height, width, channels = past.shape
+    read = None if layout in (None, FrameLayout.ALONE) else past
+    assert all(each is None or each.is_contiguous() for each in (x, bias, residual, read, gamma))
     frames, pixels = activation.frames // streams, height * width
     results: Matrix | None = OF_FRAMES[frames].results if activation.products else None
     inputs: Matrix | None = OF_FRAMES[frames].inputs if layout is FrameLayout.COMBINED else None
@@ -274,7 +276,7 @@ def _launch(
         bias,
         residual,
         gamma,
-        past,
+        read,
         out,
         total,
         newest,

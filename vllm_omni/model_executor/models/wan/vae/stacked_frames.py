@@ -116,8 +116,8 @@ class StackedFrames:
 
     frames: torch.Tensor
     """Input of the convolution in a `FrameLayout`. Edge rows are uninitialised."""
-    newest: torch.Tensor
-    """The last two frames, [B, 2, H, W, C]."""
+    newest: torch.Tensor | None
+    """The last two frames, [B, 2, H, W, C], or None if they were not requested."""
     total: torch.Tensor | None
     """The sum [N, H, W, C], or None if it was not requested."""
 
@@ -133,6 +133,7 @@ class StackFrames(Protocol):
         gamma: Gain of the norm, [C], or None to skip both the norm and SiLU.
         edge_rows: Number of rows to reserve above and below every frame.
         want_sum: Whether to return the sum as well.
+        want_newest: Whether to return the last two frames as well.
     """
 
     def __call__(
@@ -144,6 +145,7 @@ class StackFrames(Protocol):
         gamma: torch.Tensor | None = None,
         edge_rows: int = 0,
         want_sum: bool = False,
+        want_newest: bool = True,
     ) -> StackedFrames: ...
 
 
@@ -176,6 +178,7 @@ def stack_frames(
     gamma: torch.Tensor | None = None,
     edge_rows: int = 0,
     want_sum: bool = False,
+    want_newest: bool = True,
 ) -> StackedFrames:
     """Implement `StackFrames` in plain torch."""
     total = y = _sum_fp32(activation)
@@ -198,7 +201,9 @@ def stack_frames(
         stacked = joined.flatten(0, 1)
     stacked = functional.pad(stacked, (0, 0, 0, 0, edge_rows, edge_rows))
     return StackedFrames(
-        stacked.contiguous(), joined[:, -2:].clone(), total.to(past.dtype) if want_sum else None
+        stacked.contiguous(),
+        joined[:, -2:].clone() if want_newest else None,
+        total.to(past.dtype) if want_sum else None,
     )
 
 
@@ -255,14 +260,19 @@ def taps_as_channels(weight_OCTHW: torch.Tensor, multiple: int = 16) -> torch.Te
     return padded.contiguous(memory_format=torch.channels_last)
 
 
-def sum_of_taps(of_taps_BTHWX: torch.Tensor, bias_O: torch.Tensor) -> torch.Tensor:
+def sum_of_taps(
+    of_taps_BTHWX: torch.Tensor, bias_O: torch.Tensor, *, first: bool = False
+) -> torch.Tensor:
     """Sum the taps of a `taps_as_channels` convolution in fp32. The shape changes from [B, T + 2,
     H, W, >= 3 O] to [B, T, H, W, O].
+
+    `first` is true for the first frame of each stream, [B, 1, H, W, >= 3 O]. It has no past frames,
+    so only its last tap is added.
     """
-    channels, frames = len(bias_O), of_taps_BTHWX.shape[1] - 2
+    channels, frames = len(bias_O), of_taps_BTHWX.shape[1] - (0 if first else 2)
     total = bias_O.float()
-    for tap in range(3):
-        total = (
-            total + of_taps_BTHWX[:, tap : tap + frames, ..., tap * channels : (tap + 1) * channels]
-        )
+    for tap in (2,) if first else range(3):
+        start = 0 if first else tap
+        of_tap = of_taps_BTHWX[..., tap * channels : (tap + 1) * channels]
+        total = total + of_tap[:, start : start + frames]
     return total.to(of_taps_BTHWX.dtype)

@@ -409,7 +409,13 @@ class StreamingWanVAE(nn.Module):
         is needed, because no latent frame follows.
         """
         raw = (latents_BCTHW.float() * self.latents_std + self.latents_mean).to(self.dtype)
-        cells = self.decoder(self.post_quant_conv(raw), first_chunk=True)
+        x_BCTHW = self.post_quant_conv(raw)
+        if self._fused is None:
+            cells = self.decoder(x_BCTHW, first_chunk=True)
+        else:
+            height, width = (self.config.spatial_factor * side for side in raw.shape[3:])
+            shapes = _cache_shapes(self.config, "decoder", height, width)
+            cells = self._fused.decode_image(x_BCTHW, shapes)
         return unpatchify(cells, self.config.patch).clamp_(-1.0, 1.0)
 
     def encoder_cache_layout(self, height: int, width: int) -> CacheLayout:
