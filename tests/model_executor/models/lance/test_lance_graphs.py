@@ -5,6 +5,7 @@ On a CPU, a simulated "graph" reruns the forward pass with the host-side decisio
 capture, so an incomplete graph key would change the latents.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ from helpers.host_capture import hold
 from lance_driver import load_lance, make_request, prepare, request_of, run
 
 from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs
-from vllm_omni.model_executor.models.lance.network.pack import BranchCache, PackBuilder, TokenPack
+from vllm_omni.model_executor.models.lance.network.pack import (
+    BranchCache,
+    Expert,
+    PackBuilder,
+    TokenPack,
+)
 from vllm_omni.model_executor.models.lance.pipeline import Lance
 
 
@@ -85,11 +91,10 @@ def test_generations_may_join_and_leave_between_graphs(plain: Lance, by_graphs: 
         torch.testing.assert_close(got, alone, atol=2e-5, rtol=0)
 
 
-def test_another_prompt_replays_the_graph_from_its_first_step(
-    plain: Lance, by_graphs: Lance
-) -> None:
-    """A generation with a new prompt replays the preceding generation's graph, because it reuses
-    that generation's caches, and the context length is a device tensor.
+def test_another_prompt_replays_the_graphs(plain: Lance, by_graphs: Lance) -> None:
+    """A generation with a new prompt replays the graphs of preceding generations, one for the
+    contexts and one for denoise steps, because it reuses their caches, contexts are padded, and the
+    context length is a device tensor. The contexts are captured with the second prompt.
     """
     run(by_graphs, make_request(CAT))
     graphs = by_graphs.stepper.graphs
@@ -98,7 +103,7 @@ def test_another_prompt_replays_the_graph_from_its_first_step(
         fields = {**CAT, "prompt": prompt}
         want = run(plain, make_request(fields))[1]["latents"]
         assert torch.equal(run(by_graphs, make_request(fields))[1]["latents"], want)
-        assert len(graphs) == 1, "no other graph was captured"
+        assert len(graphs) == 2, "no other graph was captured"
     by_graphs.trim_pool(0)
     assert len(graphs.pool) == 0
 
@@ -164,8 +169,8 @@ def test_the_key_contains_every_slot_that_is_read_or_written() -> None:
 def test_graphs_on_a_gpu_equal_plain_launches(
     checkpoint: Path, plain: Lance, dtype: torch.dtype
 ) -> None:
-    """The second and third generations only replay graphs. In fp32, the latents equal those
-    computed on a CPU.
+    """The third generation only replays graphs. In fp32, the latents equal those computed on a
+    CPU.
     """
     with torch.device("cuda"):
         launched, by_graphs = (
@@ -173,11 +178,37 @@ def test_graphs_on_a_gpu_equal_plain_launches(
             load_lance(checkpoint, dtype=dtype),
         )
     by_graphs.stepper.graphs = ForwardGraphs(4)
-    for prompt in ("a cat", "a dog with a much longer tail", "it"):
+    prompts = {"a cat": 1, "a dog with a much longer tail": 2, "it": 2}
+    for prompt, graphs in prompts.items():
         fields = {**CAT, "prompt": prompt}
         got = run(by_graphs, make_request(fields))[1]["latents"]
         assert torch.equal(got, run(launched, make_request(fields))[1]["latents"])
-        assert len(by_graphs.stepper.graphs) == 1
+        assert len(by_graphs.stepper.graphs) == graphs
         if dtype == torch.float32:
             want = run(plain, make_request(fields))[1]["latents"]
             torch.testing.assert_close(got.cpu(), want, atol=2e-3, rtol=0)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("slow", ["und", "gen"])
+def test_the_experts_wait_for_each_other(checkpoint: Path, slow: Expert) -> None:
+    """In a graph, each expert's attention waits for the keys and values of the other expert, even
+    if the other expert is much slower.
+    """
+    with torch.device("cuda"):
+        launched, by_graphs = load_lance(checkpoint), load_lance(checkpoint)
+    by_graphs.stepper.graphs = ForwardGraphs(4)
+    ops = by_graphs.network.language_model._fused_ops
+
+    def slow_norm_rope(*args: Any) -> torch.Tensor:
+        torch.cuda._sleep(200_000)
+        return norm_rope(*args)
+
+    norm_rope = ops[slow].norm_rope
+    ops[slow] = replace(ops[slow], norm_rope=slow_norm_rope)
+    for prompt in ("a cat", "it"):
+        fields = {**CAT, "prompt": prompt}
+        want = run(launched, make_request(fields))[1]["latents"]
+        assert torch.equal(run(by_graphs, make_request(fields))[1]["latents"], want)
+    assert len(by_graphs.stepper.graphs) == 2

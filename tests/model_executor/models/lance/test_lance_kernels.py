@@ -29,7 +29,7 @@ TYPES = list(TOLERANCE)
 def calls(dtype: torch.dtype, device: str) -> list[tuple[str, tuple[Any, ...]]]:
     """Return the names and arguments of calls to the fused ops.
 
-    V directly follows K in memory. Calls without tokens launch no kernel.
+    Q, K and V are slices of one tensor. Calls without tokens launch no kernel.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -39,19 +39,29 @@ def calls(dtype: torch.dtype, device: str) -> list[tuple[str, tuple[Any, ...]]]:
     x, update, weight = random(TOKENS, WIDTH), random(TOKENS, WIDTH), random(WIDTH)
     qkv = random(TOKENS, (HEADS + 2 * KV_HEADS) * HEAD)
     turn = [random(TOKENS, HEAD // 2, dtype=torch.float32) for _ in range(2)]
-    heads = (qkv, *turn, random(HEAD), random(HEAD), HEADS, KV_HEADS, EPS)
+    queries = qkv.unflatten(-1, (-1, HEAD))[:, :HEADS]
+    keys_values = qkv[:, HEADS * HEAD :]
+    slots = (random(TOKENS, KV_HEADS, HEAD), random(TOKENS, KV_HEADS, HEAD))
     gate_up = random(TOKENS, 2 * 44)
     return [
         ("rms_norm", (x, weight, EPS)),
         ("add_norm", (x, update, weight, EPS)),
-        ("query_key", heads),
+        ("norm_rope", (queries, random(HEAD), *turn, EPS)),
+        ("store_key_value", (keys_values, *turn, random(HEAD), *slots, EPS)),
         ("silu_mul", (gate_up,)),
         ("silu_mul", (gate_up[:0],)),
         ("rms_norm", (x[:0], weight, EPS)),
     ]
 
 
-def parts(result: Any) -> tuple[Any, ...]:
+def results_of(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return an op's results, including the tensors that it writes in place."""
+    if op.__name__ == "store_key_value":
+        *inputs, keys, values, eps = args
+        written = keys.clone(), values.clone()
+        op(*inputs, *written, eps)
+        return written
+    result = op(*args)
     return result if isinstance(result, tuple) else (result,)
 
 
@@ -61,9 +71,9 @@ def check(kernels: Any, dtype: torch.dtype, device: str) -> int:
         plain_op = getattr(fused_ops, name)
         wide = [arg.float() if isinstance(arg, torch.Tensor) else arg for arg in args]
         found, plain, exact = (
-            parts(getattr(kernels, name)(*args)),
-            parts(plain_op(*args)),
-            parts(plain_op(*wide)),
+            results_of(getattr(kernels, name), args),
+            results_of(plain_op, args),
+            results_of(plain_op, tuple(wide)),
         )
         for result, like, wanted in zip(found, plain, exact, strict=True):
             assert (result.shape, result.dtype) == (
@@ -79,13 +89,12 @@ def check_quantized(kernels: Any, dtype: torch.dtype, device: str) -> int:
     """Check that FP8 results equal those of the plain ops. All scales must be equal, and all values
     except a few on a rounding boundary.
     """
-    made = [
-        (name, args) for name, args in calls(dtype, device) if name != "query_key" and len(args[0])
-    ]
+    ops = ("rms_norm", "add_norm", "silu_mul")
+    made = [(name, args) for name, args in calls(dtype, device) if name in ops and len(args[0])]
     for name, args in made:
         found, plain = (
-            parts(getattr(kernels, name)(*args, True)),
-            parts(getattr(fused_ops, name)(*args, True)),
+            results_of(getattr(kernels, name), (*args, True)),
+            results_of(getattr(fused_ops, name), (*args, True)),
         )
         assert all(
             torch.allclose(a, b, rtol=1e-2, atol=1e-2)
@@ -116,7 +125,7 @@ def interpreted(rank: int) -> None:
             check(fused_kernels, dtype, "cpu"),
             check_quantized(fused_kernels, dtype, "cpu"),
         ) == (
-            6,
+            7,
             3,
         )
 
@@ -132,7 +141,7 @@ def test_kernels_on_a_gpu_equal_the_plain_ops(dtype: torch.dtype) -> None:
     from vllm_omni.model_executor.models.lance.network import fused_kernels
 
     assert (check(fused_kernels, dtype, "cuda"), check_quantized(fused_kernels, dtype, "cuda")) == (
-        6,
+        7,
         3,
     )
 

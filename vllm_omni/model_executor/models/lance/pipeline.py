@@ -88,8 +88,10 @@ from vllm_omni.model_executor.vllm_model import (
     launches_graphs,
 )
 
-_MAX_GRAPHS = 16
-"""Maximum number of CUDA graphs. There is one graph per batch composition."""
+_MAX_GRAPHS = 32
+"""Maximum number of CUDA graphs. There is one graph per batch composition for denoise steps, and
+one for contexts.
+"""
 
 
 @dataclass(frozen=True)

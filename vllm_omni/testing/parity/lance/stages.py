@@ -89,7 +89,7 @@ def compare_velocity(scenario: GoldenScenario, model: ToyModel, judge: Judge) ->
         "velocity: block", torch.cat((markers[:1], embeds, markers[1:])), "b.query_sequence", STAGE
     )
     builder = PackBuilder()
-    writer.add_block(builder, cache, embeds, writer.block_rope(where), writer.seen(cache))
+    writer.add_block(builder, cache, embeds, writer.block_rope(where), writer.seen(cache.end))
     pack = builder.build()
     for layer in range(model.config.num_layers):
         judge(

@@ -21,11 +21,13 @@ from vllm_omni.model_executor.layers.triton_rows import over_largest
 
 _NORM_WARPS = 8
 _SILU_WARPS = 8
-"""Number of warps per SiLU program. A program processes one token of the feed-forward layer, 11008
-channels in the released model.
+"""Number of warps per SiLU program. A program processes one token of the feed-forward layer at a
+time, 11008 channels in the released model.
 """
-_NUMBERS_PER_WARP = 1024
-"""Number of elements of a token's heads that each warp processes: 32 per thread."""
+_SILU_PROGRAMS = 528
+"""Maximum number of SiLU programs: as many as an H200 can run at the same time. The kernel takes
+longer with one program per token.
+"""
 
 
 @triton.jit
@@ -57,17 +59,49 @@ def _norm_kernel(
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, token_scales, F: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _silu_mul_kernel(gate_up, out, token_scales, tokens, F: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)
     inside = column < F
-    source = gate_up + row * 2 * F + column
-    gate = tl.load(source, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    up = tl.load(source + F, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    value = gate * tl.sigmoid(gate) * up
-    if token_scales is not None:
-        value = over_largest(value, token_scales + row)
-    tl.store(out + row * F + column, value.to(out.dtype.element_ty), mask=inside)
+    for row in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
+        source = gate_up + row * 2 * F + column
+        gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(source + F, mask=inside, other=0.0).to(tl.float32)
+        value = gate * tl.sigmoid(gate) * up
+        if token_scales is not None:
+            value = over_largest(value, token_scales + row)
+        tl.store(out + row * F + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_rope(
+    x,
+    out,
+    cos,
+    sin,
+    weight,
+    eps,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    HEADS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Normalise and rotate the N heads of one token. Each rotation pairs a channel of a head's
+    first half with the corresponding channel of its second half.
+    """
+    head, thread = tl.arange(0, HEADS)[:, None], tl.arange(0, LANES)[None, :]
+    inside = (head < N) & (thread < C)
+    position = head * 2 * C + thread
+    first = tl.load(x + position, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + position + C, mask=inside, other=0.0).to(tl.float32)
+    squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+    scale = tl.rsqrt(squares / (2 * C) + eps)[:, None]
+    first *= scale * tl.load(weight + thread, mask=thread < C, other=0.0).to(tl.float32)
+    second *= scale * tl.load(weight + C + thread, mask=thread < C, other=0.0).to(tl.float32)
+    cosine = tl.load(cos + thread, mask=thread < C, other=0.0)
+    sine = tl.load(sin + thread, mask=thread < C, other=0.0)
+    target = out + position
+    tl.store(target, (first * cosine - second * sine).to(out.dtype.element_ty), mask=inside)
+    tl.store(target + C, (second * cosine + first * sine).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -84,26 +118,43 @@ def _norm_rope_kernel(
     HEADS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Normalise and rotate the heads of a token. Each rotation pairs a channel of a head's first
-    half with the corresponding channel of its second half.
-
-    `x` is [T, N * 2 C] with a token stride of `x_token`.
+    """Normalise and rotate each token's heads. `x` is [T, N * 2 C] with a token stride of
+    `x_token`.
     """
     row = tl.program_id(0).to(tl.int64)
-    head, thread = tl.arange(0, HEADS)[:, None], tl.arange(0, LANES)[None, :]
-    inside = (head < N) & (thread < C)
-    position = head * 2 * C + thread
-    first = tl.load(x + row * x_token + position, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x + row * x_token + position + C, mask=inside, other=0.0).to(tl.float32)
-    squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
-    scale = tl.rsqrt(squares / (2 * C) + eps)[:, None]
-    first *= scale * tl.load(weight + thread, mask=thread < C, other=0.0).to(tl.float32)
-    second *= scale * tl.load(weight + C + thread, mask=thread < C, other=0.0).to(tl.float32)
-    cosine = tl.load(cos + row * C + thread, mask=thread < C, other=0.0)
-    sine = tl.load(sin + row * C + thread, mask=thread < C, other=0.0)
-    target = out + row * N * 2 * C + position
-    tl.store(target, (first * cosine - second * sine).to(out.dtype.element_ty), mask=inside)
-    tl.store(target + C, (second * cosine + first * sine).to(out.dtype.element_ty), mask=inside)
+    target = out + row * N * 2 * C
+    _norm_rope(
+        x + row * x_token, target, cos + row * C, sin + row * C, weight, eps, N, C, HEADS, LANES
+    )
+
+
+@triton.jit
+def _store_key_value_kernel(
+    kv,
+    cos,
+    sin,
+    weight,
+    keys,
+    values,
+    kv_token,
+    eps,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    HEADS: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write each token's normalised and rotated keys to `keys`, and its values to `values`.
+
+    `kv` is [T, 2 * N * 2 C] with a token stride of `kv_token`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    source, target = kv + row * kv_token, row * N * 2 * C
+    _norm_rope(source, keys + target, cos + row * C, sin + row * C, weight, eps, N, C, HEADS, LANES)
+    column = tl.arange(0, BLOCK)
+    inside = column < N * 2 * C
+    value = tl.load(source + N * 2 * C + column, mask=inside)
+    tl.store(values + target + column, value, mask=inside)
 
 
 def rms_norm(
@@ -125,34 +176,56 @@ def add_norm(
     return total, _norm(x_TD.contiguous(), update_TD.contiguous(), total, weight_D, eps, quantized)
 
 
-def query_key(
-    qkv_TF: torch.Tensor,
+def norm_rope(
+    x_TNH: torch.Tensor,
+    weight_H: torch.Tensor,
     cos_TC: torch.Tensor,
     sin_TC: torch.Tensor,
-    q_weight_H: torch.Tensor,
-    k_weight_H: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Implement `fused_ops.query_key` with a Triton kernel."""
-    width = num_heads * q_weight_H.shape[0]
-    turn = cos_TC.contiguous(), sin_TC.contiguous()
-    keys = qkv_TF[:, width : width + num_kv_heads * k_weight_H.shape[0]]
-    return _norm_rope(qkv_TF[:, :width], *turn, q_weight_H, eps), _norm_rope(
-        keys, *turn, k_weight_H, eps
-    )
+) -> torch.Tensor:
+    """Implement `fused_ops.norm_rope` with a Triton kernel. A token's heads must be contiguous."""
+    out = torch.empty(x_TNH.shape, dtype=x_TNH.dtype, device=x_TNH.device)
+    assert x_TNH[:1].is_contiguous()
+    if len(x_TNH):
+        _norm_rope_kernel[(len(x_TNH),)](
+            x_TNH, cos_TC.contiguous(), sin_TC.contiguous(), weight_H, out, x_TNH.stride(0), eps,
+            **_head_sizes(x_TNH.shape[1], cos_TC.shape[-1]),
+        )  # fmt: skip
+    return out
+
+
+def store_key_value(
+    kv_TF: torch.Tensor,
+    cos_TC: torch.Tensor,
+    sin_TC: torch.Tensor,
+    weight_H: torch.Tensor,
+    keys_TKH: torch.Tensor,
+    values_TKH: torch.Tensor,
+    eps: float,
+) -> None:
+    """Implement `fused_ops.store_key_value` with a Triton kernel. `keys_TKH` and `values_TKH` must
+    be contiguous.
+    """
+    assert kv_TF.stride(1) == 1 and keys_TKH.is_contiguous() and values_TKH.is_contiguous()
+    if len(kv_TF):
+        _store_key_value_kernel[(len(kv_TF),)](
+            kv_TF, cos_TC.contiguous(), sin_TC.contiguous(), weight_H, keys_TKH, values_TKH,
+            kv_TF.stride(0), eps, BLOCK=triton.next_power_of_2(kv_TF.shape[1] // 2),
+            **_head_sizes(keys_TKH.shape[1], cos_TC.shape[-1]),
+        )  # fmt: skip
 
 
 def silu_mul(gate_up_TF: torch.Tensor, quantized: bool = False) -> Input:
     """Implement `fused_ops.silu_mul` with a Triton kernel."""
     tokens, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
     out, token_scales = _rows(gate_up_TF, tokens, width, quantized)
+    assert gate_up_TF.numel() < 2**31, "the kernel uses 32-bit addresses"
     if tokens:
-        _silu_mul_kernel[(tokens,)](
+        _silu_mul_kernel[(min(tokens, _SILU_PROGRAMS),)](
             gate_up_TF.contiguous(),
             out,
             token_scales,
+            tokens,
             F=width,
             BLOCK=triton.next_power_of_2(width),
             num_warps=_SILU_WARPS,
@@ -160,7 +233,7 @@ def silu_mul(gate_up_TF: torch.Tensor, quantized: bool = False) -> Input:
     return out if token_scales is None else quantized_rows(out, token_scales, gate_up_TF.dtype)
 
 
-KERNELS = (rms_norm, add_norm, query_key, silu_mul)
+KERNELS = (rms_norm, add_norm, norm_rope, store_key_value, silu_mul)
 
 
 def _norm(
@@ -181,28 +254,16 @@ def _norm(
     return normed if token_scales is None else quantized_rows(normed, token_scales, x_TD.dtype)
 
 
-def _norm_rope(
-    x_TF: torch.Tensor,
-    cos_TC: torch.Tensor,
-    sin_TC: torch.Tensor,
-    weight_H: torch.Tensor,
-    eps: float,
-) -> torch.Tensor:
-    """Normalise and rotate the heads in a slice [T, N H] of a wider tensor, and return them as [T,
-    N, H].
+def _head_sizes(heads: int, lanes: int) -> dict[str, int]:
+    """Return the arguments for a kernel that processes this number of heads, each with this number
+    of rotary channels.
+
+    A warp processes 16 elements per thread. With two warps, Triton would divide the channels of a
+    head between them, and every sum over a head would need a barrier.
     """
-    lanes = cos_TC.shape[-1]
-    heads = x_TF.shape[1] // (2 * lanes)
-    out = torch.empty(x_TF.shape[0], heads, 2 * lanes, dtype=x_TF.dtype, device=x_TF.device)
     rows, columns = triton.next_power_of_2(heads), triton.next_power_of_2(lanes)
-    warps = max(1, min(8, 2 * rows * columns // _NUMBERS_PER_WARP))
-    assert x_TF.stride(1) == 1
-    if len(x_TF):
-        _norm_rope_kernel[(len(x_TF),)](
-            x_TF, cos_TC, sin_TC, weight_H, out, x_TF.stride(0), eps,
-            N=heads, C=lanes, HEADS=rows, LANES=columns, num_warps=warps,
-        )  # fmt: skip
-    return out
+    warps = 1 if rows * columns <= 128 else max(4, min(8, rows * columns // 256))
+    return {"N": heads, "C": lanes, "HEADS": rows, "LANES": columns, "num_warps": warps}
 
 
 def _rows(

@@ -45,28 +45,6 @@ def add_norm(
     return x_TD, rms_norm(x_TD, weight_D, eps, quantized)
 
 
-def query_key(
-    qkv_TF: torch.Tensor,
-    cos_TC: torch.Tensor,
-    sin_TC: torch.Tensor,
-    q_weight_H: torch.Tensor,
-    k_weight_H: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Extract queries [T, N, H] and keys [T, K, H] from the concatenation [queries | keys |
-    values], and normalise and rotate each head.
-    """
-    head_dim = q_weight_H.shape[0]
-    heads_TNH = qkv_TF.unflatten(-1, (-1, head_dim))
-    queries = norm_rope(heads_TNH[:, :num_heads], q_weight_H, cos_TC, sin_TC, eps)
-    keys = norm_rope(
-        heads_TNH[:, num_heads : num_heads + num_kv_heads], k_weight_H, cos_TC, sin_TC, eps
-    )
-    return queries, keys
-
-
 def norm_rope(
     x_TNH: torch.Tensor,
     weight_H: torch.Tensor,
@@ -86,6 +64,24 @@ def norm_rope(
     )
 
 
+def store_key_value(
+    kv_TF: torch.Tensor,
+    cos_TC: torch.Tensor,
+    sin_TC: torch.Tensor,
+    weight_H: torch.Tensor,
+    keys_TKH: torch.Tensor,
+    values_TKH: torch.Tensor,
+    eps: float,
+) -> None:
+    """Normalise and rotate the keys, and write them to `keys_TKH` and the values to `values_TKH`.
+
+    `kv_TF` is the concatenation [keys | values] of all heads.
+    """
+    k_TKH, v_TKH = kv_TF.unflatten(-1, (-1, weight_H.shape[0])).chunk(2, dim=1)
+    keys_TKH.copy_(norm_rope(k_TKH, weight_H, cos_TC, sin_TC, eps))
+    values_TKH.copy_(v_TKH)
+
+
 def silu_mul(gate_up_TF: torch.Tensor, quantized: bool = False) -> Input:
     """Return silu(gate) * up. `gate` and `up` are the two halves of the last dimension."""
     gate, up = gate_up_TF.chunk(2, dim=-1)
@@ -102,7 +98,8 @@ class FusedOps(fused_ops.FusedOps):
 
     rms_norm: Callable[..., Any] = rms_norm
     add_norm: Callable[..., tuple[torch.Tensor, Any]] = add_norm
-    query_key: Callable[..., tuple[torch.Tensor, torch.Tensor]] = query_key
+    norm_rope: Callable[..., torch.Tensor] = norm_rope
+    store_key_value: Callable[..., None] = store_key_value
     silu_mul: Callable[..., Any] = silu_mul
 
     @staticmethod

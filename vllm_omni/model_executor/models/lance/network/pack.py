@@ -106,6 +106,11 @@ class CacheWrite:
     start: int
     """Index of the first slot to write."""
 
+    @property
+    def slots(self) -> slice:
+        """Return the range of slots to write."""
+        return slice(self.start, self.start + self.tokens.stop - self.tokens.start)
+
 
 @dataclass(frozen=True)
 class CacheAttention:

@@ -45,6 +45,7 @@ from vllm_omni.model_executor.models.lance.config import (
     TIMESTEP_FREQUENCIES,
     LanceConfig,
 )
+from vllm_omni.model_executor.models.lance.network.expert_streams import ExpertStreams
 from vllm_omni.model_executor.models.lance.network.fused_ops import FusedOps
 from vllm_omni.model_executor.models.lance.network.pack import BranchCache, Expert, TokenPack
 from vllm_omni.model_executor.models.lance.network.token_split import (
@@ -79,7 +80,7 @@ class ExpertLayer(ShardedModule):
         share = split_heads(config, parallel)
         self.num_heads, self.num_kv_heads = share.heads, share.kv_heads
         width, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-        self.q_size, self.kv_size = self.num_heads * head_dim, self.num_kv_heads * head_dim
+        self.q_size = self.num_heads * head_dim
         self.qkv = QKVLinear(
             width,
             head_dim,
@@ -282,9 +283,11 @@ class Qwen2MoTForCausalLM(nn.Module):
         """
         x, rope = self._split.own(pack)
         updates: dict[Expert, torch.Tensor] = {}
+        streams = ExpertStreams(x)
         for index, layer in enumerate(self.model.layers[:layers]):
             assert isinstance(layer, MoTLayer)
-            self._layer(index, layer, x, updates, rope, pack)
+            self._layer(index, layer, x, updates, rope, pack, streams)
+        streams.meet()
         return {name: rows + updates[name] if name in updates else rows for name, rows in x.items()}
 
     def _layer(
@@ -295,61 +298,105 @@ class Qwen2MoTForCausalLM(nn.Module):
         updates: dict[Expert, torch.Tensor],
         ropes: Mapping[Expert, Rope],
         pack: TokenPack,
+        streams: ExpertStreams,
     ) -> None:
         """Run one layer and replace the entries in `x`.
 
         `updates` contains each expert's pending update, which has not been added to `x` yet.
         """
-        eps, head_dim = self.config.rms_norm_eps, self.config.head_dim
         queries: dict[Expert, torch.Tensor] = {}
-        keys: dict[Expert, torch.Tensor] = {}
-        values: dict[Expert, torch.Tensor] = {}
         for name in x:
-            expert, fused_ops = layer.expert(name), self._fused_ops[name]
-            quantized = takes_quantized(expert.qkv)
-            if name in updates:
-                x[name], normed = fused_ops.add_norm(
-                    x[name], updates[name], expert.input_norm, eps, quantized
+            with streams.of(name):
+                queries[name] = self._store(
+                    index, layer.expert(name), name, x, updates, ropes, pack
                 )
-            else:
-                normed = fused_ops.rms_norm(x[name], expert.input_norm, eps, quantized)
-            qkv = expert.qkv(normed)
-            q, k = fused_ops.query_key(
-                qkv,
-                *ropes[name],
-                expert.q_norm,
+        streams.meet()
+        for name in x:
+            with streams.of(name):
+                self._attend(index, layer.expert(name), name, queries.pop(name), x, updates, pack)
+
+    def _store(
+        self,
+        index: int,
+        expert: ExpertLayer,
+        name: Expert,
+        x: dict[Expert, torch.Tensor],
+        updates: Mapping[Expert, torch.Tensor],
+        ropes: Mapping[Expert, Rope],
+        pack: TokenPack,
+    ) -> torch.Tensor:
+        """Write the keys and values of one expert's tokens to the caches, and return the queries
+        [T, N_r, H].
+        """
+        eps, fused_ops = self.config.rms_norm_eps, self._fused_ops[name]
+        quantized = takes_quantized(expert.qkv)
+        if name in updates:
+            x[name], normed = fused_ops.add_norm(
+                x[name], updates[name], expert.input_norm, eps, quantized
+            )
+        else:
+            normed = fused_ops.rms_norm(x[name], expert.input_norm, eps, quantized)
+        qkv, (cos, sin), n = expert.qkv(normed), ropes[name], expert.num_heads
+        heads = qkv.unflatten(-1, (-1, self.config.head_dim))
+        q = fused_ops.norm_rope(heads[:, :n], expert.q_norm, cos, sin, eps)
+        stores = [store for store in pack.stores if store.expert == name]
+        if self._split.active:
+            k, v = heads[:, n:].chunk(2, dim=1)
+            k = fused_ops.norm_rope(k, expert.k_norm, cos, sin, eps)
+            q, k, v = self._split.to_heads(name, q, k, v, pack.embeds[name].shape[0])
+            for store in stores:
+                store.cache.k[index, store.slots] = k[store.tokens]
+                store.cache.v[index, store.slots] = v[store.tokens]
+            return q
+        for store in stores:
+            fused_ops.store_key_value(
+                qkv[store.tokens, expert.q_size :],
+                cos[store.tokens],
+                sin[store.tokens],
                 expert.k_norm,
-                expert.num_heads,
-                expert.num_kv_heads,
+                store.cache.k[index, store.slots],
+                store.cache.v[index, store.slots],
                 eps,
             )
-            v = qkv[:, expert.q_size + expert.kv_size :].unflatten(-1, (-1, head_dim))
-            queries[name], keys[name], values[name] = self._split.to_heads(
-                name, q, k, v, pack.embeds[name].shape[0]
-            )
-        for store in pack.stores:
-            slots = slice(store.start, store.start + store.tokens.stop - store.tokens.start)
-            store.cache.k[index, slots] = keys[store.expert][store.tokens]
-            store.cache.v[index, slots] = values[store.expert][store.tokens]
-        mixed = {name: torch.empty_like(q) for name, q in queries.items()}
+        return q
+
+    def _attend(
+        self,
+        index: int,
+        expert: ExpertLayer,
+        name: Expert,
+        queries: torch.Tensor,
+        x: dict[Expert, torch.Tensor],
+        updates: dict[Expert, torch.Tensor],
+        pack: TokenPack,
+    ) -> None:
+        """Run attention and the feed-forward layer for one expert's tokens. The keys and values of
+        all tokens must have been written.
+        """
+        mixed, fused_ops = torch.empty_like(queries), self._fused_ops[name]
         for job in pack.attends:
-            cache = job.cache
-            slots = slice(None) if job.keys is None else slice(cache.block, cache.block + job.keys)
-            mixed[job.expert][job.tokens] = attention(
-                queries[job.expert][job.tokens],
-                cache.k[index, slots],
-                cache.v[index, slots],
-                causal=job.causal,
-                key_range=pack.seen[cache] if job.keys is None else None,
-            )
-        for name in x:
-            expert, fused_ops = layer.expert(name), self._fused_ops[name]
-            attended = self._split.to_tokens(name, mixed[name])
-            update = expert.out(attended.flatten(-2))
-            x[name], normed = fused_ops.add_norm(
-                x[name], update, expert.post_norm, eps, takes_quantized(expert.gate_up)
-            )
-            updates[name] = self._mlp(expert, fused_ops, normed)
+            if job.expert == name:
+                cache = job.cache
+                slots = (
+                    slice(None) if job.keys is None else slice(cache.block, cache.block + job.keys)
+                )
+                attention(
+                    queries[job.tokens],
+                    cache.k[index, slots],
+                    cache.v[index, slots],
+                    causal=job.causal,
+                    key_range=pack.seen[cache] if job.keys is None else None,
+                    out=mixed[job.tokens],
+                )
+        update = expert.out(self._split.to_tokens(name, mixed).flatten(-2))
+        x[name], normed = fused_ops.add_norm(
+            x[name],
+            update,
+            expert.post_norm,
+            self.config.rms_norm_eps,
+            takes_quantized(expert.gate_up),
+        )
+        updates[name] = self._mlp(expert, fused_ops, normed)
 
     def _mlp(self, expert: ExpertLayer, fused_ops: FusedOps, x_TD: Input) -> torch.Tensor:
         quantized = takes_quantized(expert.down)

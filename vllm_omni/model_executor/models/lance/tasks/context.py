@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from vllm_omni.model_executor.models.lance.network.pack import BranchCache, PackBuilder
 from vllm_omni.model_executor.models.lance.network.transformer import LanceNetwork
@@ -65,10 +66,9 @@ class ContextWriter:
 
     def rope(self, positions_3T: torch.Tensor) -> Rope:
         config = self.network.config
-        cos, sin = rope_tables(
-            positions_3T, config.head_dim, config.mrope_section, config.rope_theta
+        return rope_tables(
+            positions_3T.to(self.device), config.head_dim, config.mrope_section, config.rope_theta
         )
-        return cos.to(self.device), sin.to(self.device)
 
     def block_rope(self, positions_3T: torch.Tensor) -> tuple[Rope, Rope]:
         """Return the rotary tables for a visual block: one pair for its two markers and one for its
@@ -125,11 +125,34 @@ class ContextWriter:
             cache.length = end
         return last
 
-    def seen(self, cache: BranchCache) -> torch.Tensor:
-        """Return the `TokenPack.seen` entry for a cache with a complete context. Its range spans
-        the slots of the generated block and the context.
+    def add_text_context(
+        self, builder: PackBuilder, cache: BranchCache, context: Sequence[ContextSegment]
+    ) -> None:
+        """Write a context that contains only text to `cache`, padded to the cache's capacity.
+
+        Because of the padding, a forward pass that only writes such contexts launches the same
+        kernels for all prompts, so it can be a CUDA graph. No token attends to the padding.
         """
-        return torch.tensor([0, cache.end], dtype=torch.int32, device=self.device)
+        ids = [number for placed in context for number in placed.segment.ids]
+        cache.length = len(ids)
+        if not ids:
+            return
+        padding = 0, 0, 0, cache.capacity - len(ids)
+        cos, sin = self.rope(torch.cat([placed.positions_3T for placed in context], dim=1))
+        tokens = builder.add_tokens(
+            "und",
+            functional.pad(self.embed(ids), padding),
+            (functional.pad(cos, padding), functional.pad(sin, padding)),
+            cache,
+            cache.block,
+        )
+        builder.attend("und", tokens, cache, cache.capacity, causal=True)
+
+    def seen(self, end: int) -> torch.Tensor:
+        """Return the `TokenPack.seen` entry for a cache whose context ends before slot `end`. Its
+        range spans the slots of the generated block and the context.
+        """
+        return torch.tensor([0, end], dtype=torch.int32, device=self.device)
 
     def add_block(
         self,
@@ -140,7 +163,7 @@ class ContextWriter:
         seen: torch.Tensor,
     ) -> slice:
         """Add the generated block, which is stored before the context, and return the range of its
-        `gen` tokens. `seen` is the result of `self.seen(cache)`.
+        `gen` tokens. `seen` is the result of `self.seen(cache.end)`.
         """
         assert cache.block == 2 + latents_ND.shape[0]
         markers, cells = self._add_latents(builder, cache, latents_ND, rope, 0)

@@ -3,8 +3,7 @@
 guidance.
 
     first step
-        write the conditional context; other contexts copy the part that they share with it and
-        write the remaining part
+        write the contexts; if two contexts share a reference, the second copies the shared part
     N steps
         compute a velocity for each branch (the conditional branch, and the other branches while
         guidance applies), and run one Euler step
@@ -68,6 +67,18 @@ class GenerationPlan:
     """Number of leading segments that `cond` and `uncond` have in common."""
     grid: Grid
     """Size of the generated block in latent cells, (T, h, w)."""
+
+    @property
+    def shares_reference(self) -> bool:
+        """Return whether `cond` and `uncond` have a reference in common. Text is too short to be
+        worth a second forward pass.
+        """
+        return not _is_text(self.uncond[: self.shared])
+
+    @property
+    def has_reference(self) -> bool:
+        """Return whether `cond` contains anything but text."""
+        return not _is_text(self.cond)
 
     @property
     def num_latents(self) -> int:
@@ -165,9 +176,7 @@ class ImageGeneration:
     step_cache: float | None = None
     """Threshold for skipping denoise steps (`step_cache.py`). None: no steps are skipped."""
     computed: tuple[bool, ...] = ()
-    """For each denoise step, whether it is computed rather than skipped. The flags are set after
-    the contexts have been written.
-    """
+    """For each denoise step, whether it is computed rather than skipped. Set by `prepare_steps`."""
     step: int = -1
     """Index of the next denoise step, or -1 until the contexts have been written."""
     prediction: torch.Tensor | None = None
@@ -178,11 +187,11 @@ class ImageGeneration:
     conditional branch come first.
     """
     _time: torch.Tensor | None = None
-    """Embeddings of `timesteps`, computed by `finish_context`."""
+    """Embeddings of `timesteps`, computed by `prepare_steps`."""
     _positions: torch.Tensor | None = None
     """Position embeddings of the latent tokens."""
     _ropes: list[tuple[Rope, Rope]] = field(default_factory=list)
-    """Result of `block_rope` for each branch's block."""
+    """Result of `block_rope` for the block of each branch that has caches."""
     _seen: dict[BranchCache, torch.Tensor] = field(default_factory=dict)
     """`TokenPack.seen` entry for each cache."""
 
@@ -209,33 +218,10 @@ class ImageGeneration:
 
     # -- the context -------------------------------------------------------------------------------
 
-    def add_context(self, writer: ContextWriter, builder: PackBuilder) -> None:
-        """Add the conditional context to the step's first forward pass, which writes it to the
-        first image's cache.
+    def prepare_steps(self, writer: ContextWriter) -> None:
+        """Prepare the inputs for all denoise steps. Call this before the first forward pass,
+        because copies from the host would wait for the pass.
         """
-        self.cond[0].length = 0
-        writer.append_segments(builder, self.cond[0], self.plan.cond, self.visuals)
-
-    def add_uncond_context(self, writer: ContextWriter, builder: PackBuilder) -> None:
-        """Copy the conditional context to the other images' caches, and add the remaining parts of
-        the other contexts to the step's second forward pass.
-        """
-        for cache in self.cond[1:]:
-            cache.copy_context(self.cond[0], self.cond[0].length)
-        if self.uncond:
-            self.uncond[0].copy_context(self.cond[0], _length(self.plan.uncond[: self.plan.shared]))
-            writer.append_segments(
-                builder, self.uncond[0], self.plan.uncond[self.plan.shared :], self.visuals
-            )
-        if self.unseen:
-            self.unseen[0].length = 0
-            writer.append_segments(builder, self.unseen[0], self.plan.unseen, VisualContents())
-
-    def finish_context(self, writer: ContextWriter) -> None:
-        """Prepare the inputs for all denoise steps. Call this after the second forward pass."""
-        for branch in (self.uncond, self.unseen):
-            for cache in branch[1:]:
-                cache.copy_context(branch[0], branch[0].length)
         self._time = writer.network.time_embedder(self.timesteps.to(writer.device))
         self.computed = (True,) * self.num_steps
         if self.step_cache is not None:
@@ -245,10 +231,48 @@ class ImageGeneration:
             }
             self.computed = computed_steps(self._time[:-1], self.step_cache, changes)
         self._positions = writer.position_values(self.plan.grid)
-        blocks = self.plan.cond_block, self.plan.uncond_block, self.plan.unseen_block
-        self._ropes = [writer.block_rope(block) for block in blocks]
+        self._ropes = []
+        for branch, context, block in (
+            (self.cond, self.plan.cond, self.plan.cond_block),
+            (self.uncond, self.plan.uncond, self.plan.uncond_block),
+            (self.unseen, self.plan.unseen, self.plan.unseen_block),
+        ):
+            if branch:
+                self._ropes.append(writer.block_rope(block))
+                seen = writer.seen(branch[0].block + _length(context))
+                self._seen |= dict.fromkeys(branch, seen)
+
+    def add_context(self, writer: ContextWriter, builder: PackBuilder) -> None:
+        """Add the contexts to the step's first forward pass, which writes them to the first image's
+        caches. If the contexts share a reference, `add_rest_of_uncond` adds the context without the
+        user's text.
+        """
+        contexts = [(self.cond, self.plan.cond), (self.unseen, self.plan.unseen)]
+        if not self.plan.shares_reference:
+            contexts.append((self.uncond, self.plan.uncond))
+        for caches, context in contexts:
+            if caches and _is_text(context):
+                writer.add_text_context(builder, caches[0], context)
+            elif caches:
+                caches[0].length = 0
+                writer.append_segments(builder, caches[0], context, self.visuals)
+
+    def add_rest_of_uncond(self, writer: ContextWriter, builder: PackBuilder) -> None:
+        """If the contexts share a reference, copy the shared part to the context without the user's
+        text, and add the remaining part to the step's second forward pass.
+        """
+        if self.uncond and self.plan.shares_reference:
+            shared = self.plan.shared
+            self.uncond[0].copy_context(self.cond[0], _length(self.plan.uncond[:shared]))
+            writer.append_segments(builder, self.uncond[0], self.plan.uncond[shared:], self.visuals)
+
+    def share_contexts(self) -> None:
+        """Copy the contexts to the other images' caches. Call this after the second forward
+        pass.
+        """
         for branch in (self.cond, self.uncond, self.unseen):
-            self._seen |= dict.fromkeys(branch, writer.seen(branch[0])) if branch else {}
+            for cache in branch[1:]:
+                cache.copy_context(branch[0], branch[0].length)
 
     # -- one denoise step --------------------------------------------------------------------------
 
@@ -259,14 +283,15 @@ class ImageGeneration:
         if self.pinned:
             time = time.expand(self.plan.num_latents, -1).clone()
             time[: self.pinned] = self._time[-1]
-        branches = [self.cond, self.uncond, self.unseen] if self.guided else [self.cond]
+        branches = [each for each in (self.cond, self.uncond, self.unseen) if each]
+        if not self.guided:
+            branches = branches[:1]
         embeds = [
             writer.network.embed_latents(latents, time, self._positions) for latents in self.latents
         ]
         self.cells = [
             writer.add_block(builder, cache, embed, rope, self._seen[cache])
             for caches, rope in zip(branches, self._ropes, strict=False)
-            if caches
             for cache, embed in zip(caches, embeds, strict=True)
         ]
 
@@ -310,6 +335,10 @@ class ImageGeneration:
                 moved[: self.pinned] = latents[: self.pinned]
             updated.append(moved)
         self.latents = torch.stack(updated)
+
+
+def _is_text(context: Sequence[ContextSegment]) -> bool:
+    return all(placed.segment.kind == "text" for placed in context)
 
 
 def _length(context: Sequence[ContextSegment]) -> int:

@@ -134,9 +134,10 @@ def rope_tables(
 
     The first `sections[0]` frequencies are for time, the next `sections[1]` for height, and the
     last `sections[2]` for width. For tokens that have equal positions on all axes, these tables are
-    ordinary 1-D rotary embeddings. Angles are computed in fp64.
+    ordinary 1-D rotary embeddings. Angles are computed in fp64, on the device of the positions.
     """
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    axis = torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
-    angles_TC = positions_3T.double()[axis].T * frequencies
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions_3T.device)
+    frequencies = theta ** (-exponents / head_dim)
+    axes = zip(positions_3T.double(), frequencies.split(sections), strict=True)
+    angles_TC = torch.cat([torch.outer(position, each) for position, each in axes], dim=1)
     return angles_TC.cos().float(), angles_TC.sin().float()

@@ -3,12 +3,14 @@
 
     pass 1    contexts of new generations and blocks of running generations; prompts of new
               understanding requests and tokens of running ones
-    pass 2    the parts of new unconditional contexts that differ from the conditional context
+    pass 2    the parts of new unconditional contexts that differ from the conditional context, if
+              these contexts share a reference
     pass 3..  more tokens of understanding requests, if a step decodes several tokens
 
 Each matrix product in a forward pass processes the tokens of all requests. If a batch contains only
 running generations, its steps differ only in their input values, so a step can be replayed as a
-CUDA graph. Later requests that use the same caches reuse the graph.
+CUDA graph. So can the first step of new generations without a reference, because their contexts are
+padded. Later requests that use the same caches reuse the graphs.
 """
 
 from collections.abc import Sequence
@@ -18,7 +20,7 @@ import torch
 
 from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs, Inputs
 from vllm_omni.model_executor.layers.lora.active import addresses_key
-from vllm_omni.model_executor.models.lance.network.pack import Expert, PackBuilder, TokenPack
+from vllm_omni.model_executor.models.lance.network.pack import Expert, PackBuilder
 from vllm_omni.model_executor.models.lance.network.transformer import LanceNetwork
 from vllm_omni.model_executor.models.lance.tasks.context import ContextWriter
 from vllm_omni.model_executor.models.lance.tasks.generation import ImageGeneration
@@ -69,17 +71,20 @@ class BatchStepper:
             if generation.prefilled:
                 generation.add_step(self.writer, builder)
             else:
+                generation.prepare_steps(self.writer)
                 generation.add_context(self.writer, builder)
         for understanding in understandings:
             understanding.add_tokens(self.writer, builder)
         if builder.empty:  # no request needs a forward pass in this step
             return
-        hidden: dict[Expert, torch.Tensor]
-        hidden = (
-            self._run(builder)
-            if fresh or understandings
-            else {"gen": self._denoise(builder.build())}
+        repeats = not understandings and (
+            not fresh
+            or (
+                len(fresh) == len(generations)
+                and not any(generation.plan.has_reference for generation in fresh)
+            )
         )
+        hidden = self._repeat(builder, "und" if fresh else "gen") if repeats else self._run(builder)
         self._choose(understandings, hidden)
         if len(fresh) < len(generations):
             velocity = self.network.velocity(hidden["gen"])
@@ -89,11 +94,11 @@ class BatchStepper:
         if fresh:
             builder = PackBuilder()
             for generation in fresh:
-                generation.add_uncond_context(self.writer, builder)
+                generation.add_rest_of_uncond(self.writer, builder)
             if not builder.empty:
                 self._run(builder)
             for generation in fresh:
-                generation.finish_context(self.writer)
+                generation.share_contexts()
         for _ in range(tokens_per_step - 1):
             going_on = [
                 understanding for understanding in understandings if understanding.wanted > 0
@@ -115,31 +120,33 @@ class BatchStepper:
         for understanding, row in zip(understandings, logits, strict=True):
             understanding.choose(row)
 
-    def _denoise(self, pack: TokenPack) -> torch.Tensor:
-        """Run a pack that contains only running generations. Return the hidden states of their
-        latents.
+    def _repeat(self, builder: PackBuilder, result: Expert) -> dict[Expert, torch.Tensor]:
+        """Run a forward pass that differs from other passes with the same key only in its input
+        values. Return only the hidden states of the expert `result`.
         """
         if self.graphs is None:
-            return self._latent_slices(pack)
+            return self._run(builder)
+        pack = builder.build()
         experts = list(pack.embeds)
         inputs: Inputs = {f"{expert} embeds": pack.embeds[expert] for expert in experts}
         for expert in experts:
             inputs[f"{expert} cos"], inputs[f"{expert} sin"] = pack.rope[expert]
-        inputs["seen"] = torch.stack([pack.seen[cache] for cache in pack.caches])
+        ranges = list(pack.seen.values())
+        if ranges:
+            inputs["seen"] = torch.stack(ranges)
 
         def forward(own: Inputs) -> torch.Tensor:
             embeds = {expert: own[f"{expert} embeds"] for expert in experts}
             rope = {expert: (own[f"{expert} cos"], own[f"{expert} sin"]) for expert in experts}
-            seen = dict(zip(pack.caches, own["seen"].unbind(), strict=True))
-            return self._latent_slices(replace(pack, embeds=embeds, rope=rope, seen=seen))
+            seen = dict(zip(pack.seen, own["seen"].unbind(), strict=True)) if ranges else {}
+            rows: torch.Tensor = self.network.language_model(
+                replace(pack, embeds=embeds, rope=rope, seen=seen)
+            )[result]
+            return rows
 
         written = [tensor for cache in pack.caches for tensor in (cache.k, cache.v)]
         kernels = pack.key, addresses_key(), tuple(cache.sizes for cache in pack.caches)
-        return self.graphs(kernels, inputs, forward, buffers=written, kind=kernels)
-
-    def _latent_slices(self, pack: TokenPack) -> torch.Tensor:
-        rows: torch.Tensor = self.network.language_model(pack)["gen"]
-        return rows
+        return {result: self.graphs(kernels, inputs, forward, buffers=written, kind=kernels)}
 
     def _run(self, builder: PackBuilder) -> dict[Expert, torch.Tensor]:
         result: dict[Expert, torch.Tensor] = self.network.language_model(builder.build())
