@@ -21,12 +21,8 @@ from vllm_omni.model_executor.layers.triton_rows import over_largest
 
 _NORM_WARPS = 8
 _SILU_WARPS = 8
-"""Number of warps per SiLU program. A program processes one token of the feed-forward layer at a
-time, 11008 channels in the released model.
-"""
-_SILU_PROGRAMS = 528
-"""Maximum number of SiLU programs: as many as an H200 can run at the same time. The kernel takes
-longer with one program per token.
+"""Number of warps per SiLU program. A program processes one token of the feed-forward layer, 11008
+channels in the released model.
 """
 
 
@@ -59,17 +55,17 @@ def _norm_kernel(
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, token_scales, tokens, F: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_up, out, token_scales, F: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < F
-    for row in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
-        source = gate_up + row * 2 * F + column
-        gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(source + F, mask=inside, other=0.0).to(tl.float32)
-        value = gate * tl.sigmoid(gate) * up
-        if token_scales is not None:
-            value = over_largest(value, token_scales + row)
-        tl.store(out + row * F + column, value.to(out.dtype.element_ty), mask=inside)
+    source = gate_up + row * 2 * F + column
+    gate = tl.load(source, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    up = tl.load(source + F, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    value = gate * tl.sigmoid(gate) * up
+    if token_scales is not None:
+        value = over_largest(value, token_scales + row)
+    tl.store(out + row * F + column, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -219,13 +215,11 @@ def silu_mul(gate_up_TF: torch.Tensor, quantized: bool = False) -> Input:
     """Implement `fused_ops.silu_mul` with a Triton kernel."""
     tokens, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
     out, token_scales = _rows(gate_up_TF, tokens, width, quantized)
-    assert gate_up_TF.numel() < 2**31, "the kernel uses 32-bit addresses"
     if tokens:
-        _silu_mul_kernel[(min(tokens, _SILU_PROGRAMS),)](
+        _silu_mul_kernel[(tokens,)](
             gate_up_TF.contiguous(),
             out,
             token_scales,
-            tokens,
             F=width,
             BLOCK=triton.next_power_of_2(width),
             num_warps=_SILU_WARPS,
