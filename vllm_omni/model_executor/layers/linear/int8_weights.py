@@ -6,14 +6,18 @@ but not linear layers' weights. vLLM's int8 kernel for linear layers is intended
 stored in int8. This module uses it for weights that the module itself quantizes.
 """
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from vllm import _custom_ops as ops
 from vllm import envs
 from vllm.model_executor.kernels.linear import init_int8_linear_kernel
+from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     amax_for_tp_weight_quant,
@@ -21,7 +25,13 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 from vllm.model_executor.utils import replace_parameter
 
-from vllm_omni.model_executor.layers.fast_path import FastPath, Lack, lacks_half, lacks_hopper
+from vllm_omni.model_executor.layers.fast_path import (
+    FastPath,
+    Lack,
+    lacks_half,
+    lacks_hopper,
+    lacks_triton,
+)
 from vllm_omni.model_executor.layers.quantization.fp8_kernels import dequantize_rows
 
 _LARGEST = torch.iinfo(torch.int8).max
@@ -101,3 +111,40 @@ class Int8WeightMethod(OnlineLinearBase):
         weight, scale = layer.weight, layer.weight_scale
         assert isinstance(weight, torch.Tensor) and isinstance(scale, torch.Tensor)
         return functional.linear(x, dequantize_rows(weight, scale, x.dtype), bias)
+
+    @property
+    def multiplies(self) -> bool:
+        """Return whether the matrix products run in int8."""
+        return self._kernel is not None
+
+    def product(
+        self, layer: Any, x: QuantizedActivation, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the layer's matrix product with an int8 input [T, D] that has one scale per token,
+        in the dtype that the input had before quantization. `multiplies` must be true.
+        """
+        return ops.cutlass_scaled_mm(
+            x.data,
+            layer.weight,
+            scale_a=x.scale,
+            scale_b=layer.weight_scale,
+            out_dtype=x.orig_dtype,
+            bias=None if bias is None else bias.to(x.orig_dtype),
+        )
+
+
+def takes_int8(layers: Iterable[LinearBase]) -> bool:
+    """Return whether all `layers` accept int8 inputs with one scale per token, and the kernel that
+    produces such inputs (`triton_rows.int8_rows`) is available.
+
+    A layer with a LoRA adapter does not accept them, because the adapter needs the unquantized
+    input.
+    """
+    methods = [layer.quant_method for layer in layers]
+    return (
+        all(isinstance(method, Int8WeightMethod) and method.multiplies for method in methods)
+        and not _lacks_triton()
+    )
+
+
+_lacks_triton = cache(lacks_triton)

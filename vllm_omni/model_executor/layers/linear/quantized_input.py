@@ -65,8 +65,11 @@ def _refuses_quantized(layer: nn.Module) -> Lack:
 
 def product(layer: Any, x: QuantizedActivation, bias: torch.Tensor | None) -> torch.Tensor:
     """Return the layer's matrix product, in the dtype that `x` had before quantization. The layer
-    must satisfy `takes_quantized`.
+    must satisfy `takes_quantized`, or `int8_weights.takes_int8` if `x` is int8.
     """
+    if x.data.dtype == torch.int8:
+        of_int8: torch.Tensor = layer.quant_method.product(layer, x, bias)
+        return of_int8
     rows_TD, width = x.data.view(-1, x.data.shape[-1]), layer.weight.shape[1]
     result: torch.Tensor = fp8_kernel(layer).apply_scaled_mm(
         A=rows_TD,

@@ -20,9 +20,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn import functional
+from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 
 from vllm_omni.model_executor.layers.attention.attention import stack
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
+from vllm_omni.model_executor.layers.linear.int8_weights import takes_int8
 from vllm_omni.model_executor.layers.linear.linear import ColumnLinear, LinearPrecision, RowLinear
 from vllm_omni.model_executor.layers.linear.quantized_input import Input, takes_quantized
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
@@ -77,14 +79,36 @@ class CameraBlock(WanBlock):
         )
         self.parallel = parallel
 
-    def camera_modulation(self, camera_TD: torch.Tensor, out_2TD: torch.Tensor) -> None:
-        """Write the block's camera factor (1 + scale) and shift into `out_2TD`."""
-        hidden = (
-            self.cam_injector_layer2(functional.silu(self.cam_injector_layer1(camera_TD)))
-            + camera_TD
+    @property
+    def camera_layers(self) -> tuple[ColumnLinear | RowLinear, ...]:
+        return (
+            self.cam_injector_layer1,
+            self.cam_injector_layer2,
+            self.cam_scale_layer,
+            self.cam_shift_layer,
         )
-        out_2TD[0] = 1 + self.parallel.all_gather_channels(self.cam_scale_layer(hidden))
-        out_2TD[1] = self.parallel.all_gather_channels(self.cam_shift_layer(hidden))
+
+    def camera_modulation(
+        self, camera_TD: torch.Tensor, quantized: QuantizedActivation | None, out_2TD: torch.Tensor
+    ) -> None:
+        """Write the block's camera factor (1 + scale) and shift into `out_2TD`.
+
+        Args:
+            camera_TD: The camera's embedding.
+            quantized: The embedding in int8 if the block's camera layers accept int8 inputs
+                (`takes_int8`), else None.
+            out_2TD: Tensor for the factor and the shift.
+        """
+        hidden: Input
+        first, second, of_scale, of_shift = self.camera_layers
+        if quantized is None:
+            hidden = second(functional.silu(first(camera_TD))) + camera_TD
+        else:
+            from vllm_omni.model_executor.layers.triton_rows import int8_rows
+
+            hidden = int8_rows(second(int8_rows(first(quantized), silu=True)), camera_TD)
+        torch.add(self.parallel.all_gather_channels(of_scale(hidden)), 1, out=out_2TD[0])
+        out_2TD[1] = self.parallel.all_gather_channels(of_shift(hidden))
 
     def after_self_attention(
         self,
@@ -166,6 +190,11 @@ class LingBotTransformer(ImageTransformer[LingBotWorldConfig]):
             )
         shape = 2, *camera_TD.shape
         out = [camera_TD.new_empty(shape) for _ in range(self.num_local_layers)]
+        quantized = None
+        if takes_int8(layer for block in self._blocks() for layer in block.camera_layers):
+            from vllm_omni.model_executor.layers.triton_rows import int8_rows
+
+            quantized = int8_rows(camera_TD)
         for block, out_2TD in zip(self._blocks(), out, strict=True):
-            block.camera_modulation(camera_TD, out_2TD)
+            block.camera_modulation(camera_TD, quantized, out_2TD)
         return out
