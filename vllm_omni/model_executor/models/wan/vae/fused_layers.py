@@ -10,7 +10,7 @@ so a stream can switch between the two. Nothing is compiled.
 # B streams, T frames, N = B T, H rows, W columns, R rows with edges, C channels; activations are
 # [N, H, W, C] in memory
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,6 +74,22 @@ def fastest_passes(weight: torch.Tensor) -> FusedPasses | None:
     return FusedPasses(stack_kernels.stack_frames, stack_kernels.add_up)
 
 
+_CHANNEL_STEP = 8
+"""Frames of other layers than `FrameLayout.COMBINED` are padded to a multiple of this number of
+channels, because cuDNN's kernels for tensor cores support no other number. Without padding, the
+first convolution of the encoder, which has 3 input channels, would not use tensor cores.
+"""
+
+
+def padded_inputs(weight_OCTHW: torch.Tensor) -> torch.Tensor:
+    """Pad a convolution's weight with zeros to a multiple of `_CHANNEL_STEP` input channels. The
+    result is channels-last.
+    """
+    missing = -weight_OCTHW.shape[1] % _CHANNEL_STEP
+    padded = functional.pad(weight_OCTHW, (0, 0, 0, 0, 0, 0, 0, missing))
+    return padded.contiguous(memory_format=torch.channels_last_3d)
+
+
 class FusedLayers:
     """Computes a network's convolutions over three frames as 2-D convolutions where 2-D is faster.
 
@@ -106,7 +122,7 @@ class FusedLayers:
             and isinstance(layer, WanCausalConv3d)
             and layer.kernel_size == (3, 3, 3)
         }
-        self._derived: dict[nn.Module, torch.Tensor] = {}
+        self._derived: dict[Hashable, torch.Tensor] = {}
         for layer in network.modules():
             if (
                 isinstance(layer, WanCausalConv3d)
@@ -132,23 +148,28 @@ class FusedLayers:
                 frames, self.derived(layer, self._combining[layer].transformed), (rows, 1)
             )
             return PendingSum(x, layer.bias, products=True)
+        weight = layer.weight
+        if missing := -frames.shape[-1] % _CHANNEL_STEP:
+            frames = functional.pad(frames, (0, missing))
+            weight = self.derived(layer, padded_inputs)
         if layout is FrameLayout.ALONE:
-            last = layer.weight[:, :, -1].contiguous(memory_format=torch.channels_last)
+            last = weight[:, :, -1].contiguous(memory_format=torch.channels_last)
             return PendingSum(convolved(frames, last, (rows, 1)), layer.bias)
-        x_BCTHW = functional.conv3d(by_streams(frames, streams), layer.weight, padding=(0, rows, 1))
+        x_BCTHW = functional.conv3d(by_streams(frames, streams), weight, padding=(0, rows, 1))
         return PendingSum(rows_last(x_BCTHW), layer.bias)
 
     def derived(
         self, layer: nn.Module, form: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Apply `form` to the layer's weight, and cache the result."""
-        if layer not in self._derived:
+        key = layer, form
+        if key not in self._derived:
             weight: Any = layer.weight
-            self._derived[layer] = form(weight)
+            self._derived[key] = form(weight)
             if weight.is_cuda:
                 # Synchronise, because the next decode may run on a different CUDA stream.
                 torch.cuda.current_stream(weight.device).synchronize()
-        return self._derived[layer]
+        return self._derived[key]
 
     def derive(self) -> None:
         """Compute the weights for combined frames in advance, because they must exist before a
