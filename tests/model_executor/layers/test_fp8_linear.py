@@ -62,8 +62,9 @@ def chosen(
     ("options", "invariant", "kernel"),
     [
         ({}, "0", RowwiseFP8Kernel),
-        ({"shape": (8960, 1536)}, "0", RowwiseFP8Kernel),
-        ({"shape": (2048, 2560)}, "0", Cutlass),
+        ({"shape": (2048, 11008)}, "0", RowwiseFP8Kernel),
+        ({"shape": (8960, 1536)}, "0", Cutlass),
+        ({"shape": (2560, 5120)}, "0", Cutlass),
         ({"shape": (1536, 1536)}, "0", Cutlass),
         ({"weights": kFp8StaticTensorSym}, "0", Cutlass),
         ({"cublas": False}, "0", Cutlass),
@@ -80,6 +81,27 @@ def test_only_large_layers_with_row_scales_use_cublas(
     assert chosen(monkeypatch, **options) is kernel
 
 
+@pytest.mark.parametrize(("tokens", "found"), [(127, "cutlass"), (128, "cublas")])
+def test_few_tokens_use_cutlass(monkeypatch: pytest.MonkeyPatch, tokens: int, found: str) -> None:
+    def cublas(a: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        calls.append("cublas")
+        return torch.zeros(len(a), 32)
+
+    calls: list[str] = []
+    monkeypatch.setattr(Cutlass, "apply_scaled_mm", lambda *_, **__: calls.append("cutlass"))
+    monkeypatch.setattr(torch, "_scaled_mm", cublas)
+    RowwiseFP8Kernel.__new__(RowwiseFP8Kernel).apply_scaled_mm(
+        A=torch.zeros(tokens, 16),
+        B=torch.zeros(16, 32),
+        out_dtype=torch.bfloat16,
+        As=torch.ones(tokens, 1),
+        Bs=torch.ones(32, 1),
+        bias=None,
+        output_shape=[tokens, 32],
+    )
+    assert calls == [found]
+
+
 def test_layers_without_fp8_weights_are_unchanged() -> None:
     layer = nn.Linear(4, 4)
     choose_kernel(layer)
@@ -93,7 +115,7 @@ def test_layers_without_fp8_weights_are_unchanged() -> None:
 )
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
-    "sizes", [(4680, 5120, 13824), (4680, 13824, 5120), (2340, 1536, 1536), (7, 512, 256)]
+    "sizes", [(4680, 5120, 13824), (4680, 13824, 5120), (2340, 1536, 1536), (130, 512, 256)]
 )
 def test_cublas_is_as_accurate_as_cutlass(sizes: tuple[int, int, int], bias: bool) -> None:
     from vllm import _custom_ops as ops
@@ -108,7 +130,6 @@ def test_cublas_is_as_accurate_as_cutlass(sizes: tuple[int, int, int], bias: boo
     exact = (a.data.float() * a.scale).double() @ (b.data.float() * b.scale).double().t()
     exact = exact if terms is None else exact + terms.double()
     kernel = RowwiseFP8Kernel.__new__(RowwiseFP8Kernel)
-    kernel.logical_output_size = out
     found = kernel.apply_scaled_mm(
         A=a.data,
         B=b.data.t(),

@@ -23,7 +23,6 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.utils.quant_utils import kInt8DynamicTokenSym
 from vllm.platforms import PlatformEnum
 
-from vllm_omni.model_executor.layers import triton_rows
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.fast_path import FastPath, Lack
 from vllm_omni.model_executor.layers.linear import int8_weights
@@ -191,9 +190,9 @@ def test_a_gpu_multiplies_by_the_kernel_of_vllm(single_rank: None, num_tokens: i
         patch.setattr(int8_weights, "int8_products", lambda *_: FastPath("int8_products", ""))
         patch.setattr(_custom_ops, "scaled_int8_quant", quantize)
         patch.setattr(_custom_ops, "cutlass_scaled_mm", multiply)
-        patch.setattr(int8_weights, "_lacks_triton", lambda: Lack("Triton is not used here"))
+        patch.setattr(int8_weights, "lacks_triton", lambda: Lack("Triton is not used here"))
         error = int8_layer_error("cpu", num_tokens)
-        patch.setattr(int8_weights, "_lacks_triton", Lack)
+        patch.setattr(int8_weights, "lacks_triton", Lack)
         assert torch.equal(int8_layer_error("cpu", num_tokens, quantized), error)
     assert shapes == 2 * [(num_tokens, 512, 512, 256, num_tokens, 1, 256, 1)]
     assert 1e-4 < float(error.max()) < 0.02
@@ -223,7 +222,7 @@ def test_the_camera_modulation_of_int8_inputs_is_close_to_that_of_exact_inputs(
 
     monkeypatch.setattr(Int8WeightMethod, "product", product)
     monkeypatch.setattr(lingbot_transformer, "takes_int8", lambda layers: len(list(layers)) > 0)
-    monkeypatch.setattr(triton_rows, "int8_rows", int8_rows)
+    monkeypatch.setattr("vllm_omni.model_executor.layers.triton_rows.int8_rows", int8_rows)
     found = transformer.camera_modulation(camera)
     blocks = len(exact)
     assert calls == [(False, False), *blocks * [(False, True), (True, False)]]

@@ -133,7 +133,9 @@ def interpreted(rank: int) -> None:
         torch.testing.assert_close(made.scale, wanted.scale, rtol=1e-5, atol=0)
         numbers, others = made.data.float(), wanted.data.float()
         # Triton's interpreter loses the carry when it rounds a value just below a power of two.
-        numbers = torch.where(2 * numbers == others, others, numbers)
+        lost = (2 * numbers == others) & (others != 0)
+        assert lost.float().mean() < 0.1 or not len(x)
+        numbers = torch.where(lost, others, numbers)
         assert (numbers - others).norm() <= 2e-2 * others.norm()
 
 

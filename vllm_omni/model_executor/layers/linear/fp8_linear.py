@@ -3,7 +3,7 @@
 is faster than CUTLASS.
 
 On NVIDIA GPUs, vLLM chooses its CUTLASS kernel. On Hopper, cuBLAS (which torch calls with CUDA 12.9
-and newer) is faster for the wide layers of large video models and has the same numerical error; see
+and newer) is faster for large weights and has the same numerical error; see
 docs/architecture/speed_log.md.
 """
 
@@ -20,7 +20,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 
 from vllm_omni.model_executor.layers.fast_path import FastPath, Lack, lacks_hopper, this_device
 
-_LEAST_NUMBERS = 8 << 20
+_LEAST_ELEMENTS = 16 << 20
 """Minimum size of a weight, in elements, for its layer to use cuBLAS. cuBLAS is not faster for the
 attention layers of models with 1536 or 2048 channels.
 """
@@ -116,8 +116,8 @@ def _lacks_cublas(layer: nn.Module) -> Lack:
     if keys != (kFp8DynamicTokenSym, kFp8StaticChannelSym):
         return Lack("the weights have other scales than one per output channel")
     weight: Any = layer.weight
-    if weight.numel() < _LEAST_NUMBERS:
-        return Lack(f"CUTLASS is as fast for weights with fewer than {_LEAST_NUMBERS} elements")
+    if weight.numel() < _LEAST_ELEMENTS:
+        return Lack(f"CUTLASS is as fast for weights with fewer than {_LEAST_ELEMENTS} elements")
     return _lacks_rowwise_cublas(this_device())
 
 

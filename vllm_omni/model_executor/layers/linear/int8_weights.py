@@ -16,6 +16,7 @@ from torch.nn import functional
 from vllm import _custom_ops as ops
 from vllm import envs
 from vllm.model_executor.kernels.linear import init_int8_linear_kernel
+from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassInt8ScaledMMLinearKernel
 from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
@@ -113,15 +114,15 @@ class Int8WeightMethod(OnlineLinearBase):
         return functional.linear(x, dequantize_rows(weight, scale, x.dtype), bias)
 
     @property
-    def multiplies(self) -> bool:
-        """Return whether the matrix products run in int8."""
-        return self._kernel is not None
+    def takes_int8(self) -> bool:
+        """Return whether `product` can be used: vLLM's int8 kernel is the one that uses CUTLASS."""
+        return type(self._kernel) is CutlassInt8ScaledMMLinearKernel
 
     def product(
         self, layer: Any, x: QuantizedActivation, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the layer's matrix product with an int8 input [T, D] that has one scale per token,
-        in the dtype that the input had before quantization. `multiplies` must be true.
+        in the dtype that the input had before quantization. `takes_int8` must be true.
         """
         return ops.cutlass_scaled_mm(
             x.data,
@@ -141,10 +142,5 @@ def takes_int8(layers: Iterable[LinearBase]) -> bool:
     input.
     """
     methods = [layer.quant_method for layer in layers]
-    return (
-        all(isinstance(method, Int8WeightMethod) and method.multiplies for method in methods)
-        and not _lacks_triton()
-    )
-
-
-_lacks_triton = cache(lacks_triton)
+    accept = [isinstance(method, Int8WeightMethod) and method.takes_int8 for method in methods]
+    return bool(accept) and all(accept) and not lacks_triton()

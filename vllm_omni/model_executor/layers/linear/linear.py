@@ -168,11 +168,15 @@ def _quantizer() -> Callable[[torch.Tensor], Input] | None:
     return quantize_rows
 
 
+def _is_half(x: torch.Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
 class _QuantizedInput(LinearBase):
     """A linear layer that also accepts quantized inputs (`quantized_input.takes_quantized`)."""
 
     def forward(self, input_: Input) -> Any:
-        if isinstance(input_, torch.Tensor) and input_.is_cuda and takes_quantized(self):
+        if isinstance(input_, torch.Tensor) and _is_half(input_) and takes_quantized(self):
             quantizer = _quantizer()
             input_ = input_ if quantizer is None else quantizer(input_)
         if isinstance(input_, QuantizedActivation):
