@@ -38,6 +38,13 @@ def test_compiled_ops_equal_plain_ones_for_any_number_of_tokens() -> None:
                     atol=1e-5,
                     rtol=0,
                 )
+            written = []
+            for ops in (compiled, plain):
+                slots = [torch.zeros(tokens + 3, 2, 16)[3:] for _ in "kv"]
+                ops.store_key_value(qkv[:, 64:], *rotation, q, *slots, 1e-6)
+                written.append(torch.cat(slots))
+            assert bool((written[0] != 0).all())
+            torch.testing.assert_close(*written, atol=1e-5, rtol=0)
 
 
 def test_a_grid_outside_the_position_table_is_refused() -> None:

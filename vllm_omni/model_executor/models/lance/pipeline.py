@@ -89,8 +89,8 @@ from vllm_omni.model_executor.vllm_model import (
 )
 
 _MAX_GRAPHS = 32
-"""Maximum number of CUDA graphs. There is one graph per batch composition for denoise steps, and
-one for contexts.
+"""Maximum number of CUDA graphs. There is one graph per batch composition, both for denoise steps
+and for the first step, which writes contexts.
 """
 
 
@@ -406,7 +406,7 @@ class Lance(nn.Module):
         """Return requests for the largest image and, if supported, the longest video.
 
         Each request runs one denoise step. With CUDA graphs, it runs two, because the second step
-        is captured.
+        is captured. The graph of a first step is captured in the first real request.
         """
         options = self.options
         steps = 1 if self.stepper.graphs is None else 2

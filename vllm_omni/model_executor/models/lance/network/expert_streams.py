@@ -7,16 +7,26 @@ so in a graph they run at the same time as those of the `gen` expert. Outside a 
 cannot launch kernels fast enough for that, so both experts use the current stream.
 
 Each layer's attention reads the keys and values of both experts, so the streams wait for each other
-once per layer. The caches are the only memory that both streams use. All other tensors are
-allocated, used and freed on a single stream, so the allocator cannot reuse them too early.
+once per layer. Between these points, the caches are the only memory that both streams use. All
+other tensors are allocated, used and freed on a single stream, so the allocator cannot reuse them
+too early.
 """
 
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 
 from vllm_omni.model_executor.models.lance.network.pack import Expert
+
+
+@cache
+def _second_stream(device: int, priority: int) -> torch.cuda.Stream:
+    """Return the stream that all graphs share, because the allocator and cuBLAS keep memory for
+    each stream that has been used.
+    """
+    return torch.cuda.Stream(device, priority=priority)
 
 
 class ExpertStreams:
@@ -31,7 +41,7 @@ class ExpertStreams:
         if len(experts) > 1 and torch.cuda.is_available():
             current = torch.cuda.current_stream()
             if torch.cuda.is_current_stream_capturing():
-                self._und = torch.cuda.Stream(priority=current.priority)
+                self._und = _second_stream(current.device_index, current.priority)
                 self._und.wait_stream(current)
 
     def of(self, expert: Expert) -> AbstractContextManager[object]:
@@ -40,7 +50,7 @@ class ExpertStreams:
             return nullcontext()
         return torch.cuda.stream(self._und)
 
-    def meet(self) -> None:
+    def join(self) -> None:
         """Make each stream wait for the kernels that have been launched on the other stream."""
         if self._und is not None:
             current = torch.cuda.current_stream()

@@ -252,8 +252,8 @@ def _head_sizes(heads: int, lanes: int) -> dict[str, int]:
     """Return the arguments for a kernel that processes this number of heads, each with this number
     of rotary channels.
 
-    A warp processes 16 elements per thread. With two warps, Triton would divide the channels of a
-    head between them, and every sum over a head would need a barrier.
+    The number of warps is such that no head is divided between warps, because every sum over a
+    divided head needs barriers. With two warps, Triton would divide each head.
     """
     rows, columns = triton.next_power_of_2(heads), triton.next_power_of_2(lanes)
     warps = 1 if rows * columns <= 128 else max(4, min(8, rows * columns // 256))

@@ -287,7 +287,7 @@ class Qwen2MoTForCausalLM(nn.Module):
         for index, layer in enumerate(self.model.layers[:layers]):
             assert isinstance(layer, MoTLayer)
             self._layer(index, layer, x, updates, rope, pack, streams)
-        streams.meet()
+        streams.join()
         return {name: rows + updates[name] if name in updates else rows for name, rows in x.items()}
 
     def _layer(
@@ -310,7 +310,7 @@ class Qwen2MoTForCausalLM(nn.Module):
                 queries[name] = self._store(
                     index, layer.expert(name), name, x, updates, ropes, pack
                 )
-        streams.meet()
+        streams.join()
         for name in x:
             with streams.of(name):
                 self._attend(index, layer.expert(name), name, queries.pop(name), x, updates, pack)

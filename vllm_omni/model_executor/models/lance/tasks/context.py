@@ -131,7 +131,8 @@ class ContextWriter:
         """Write a context that contains only text to `cache`, padded to the cache's capacity.
 
         Because of the padding, a forward pass that only writes such contexts launches the same
-        kernels for all prompts, so it can be a CUDA graph. No token attends to the padding.
+        kernels for all prompts, so it can be a CUDA graph. No token of the context attends to the
+        padding.
         """
         ids = [number for placed in context for number in placed.segment.ids]
         cache.length = len(ids)

@@ -35,7 +35,8 @@ class BatchStepper:
         markers: Ids of the start and end tokens of a visual block.
         num_tokens: Number of tokens in the tokenizer's vocabulary. Logits beyond this number do not
             correspond to any token.
-        graphs: CUDA graphs for denoise steps. None: kernels are launched one by one.
+        graphs: CUDA graphs for denoise steps and for writing contexts. None: kernels are launched
+            one by one.
     """
 
     def __init__(
@@ -77,14 +78,16 @@ class BatchStepper:
             understanding.add_tokens(self.writer, builder)
         if builder.empty:  # no request needs a forward pass in this step
             return
-        repeats = not understandings and (
+        replayable = not understandings and (
             not fresh
             or (
                 len(fresh) == len(generations)
                 and not any(generation.plan.has_reference for generation in fresh)
             )
         )
-        hidden = self._repeat(builder, "und" if fresh else "gen") if repeats else self._run(builder)
+        hidden = (
+            self._replay(builder, "und" if fresh else "gen") if replayable else self._run(builder)
+        )
         self._choose(understandings, hidden)
         if len(fresh) < len(generations):
             velocity = self.network.velocity(hidden["gen"])
@@ -120,9 +123,10 @@ class BatchStepper:
         for understanding, row in zip(understandings, logits, strict=True):
             understanding.choose(row)
 
-    def _repeat(self, builder: PackBuilder, result: Expert) -> dict[Expert, torch.Tensor]:
+    def _replay(self, builder: PackBuilder, result: Expert) -> dict[Expert, torch.Tensor]:
         """Run a forward pass that differs from other passes with the same key only in its input
-        values. Return only the hidden states of the expert `result`.
+        values, as a CUDA graph if there are graphs. The hidden states of the expert `result` are
+        returned.
         """
         if self.graphs is None:
             return self._run(builder)
