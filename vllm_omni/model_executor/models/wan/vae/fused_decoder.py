@@ -102,14 +102,11 @@ class FusedDecoder(FusedLayers):
             )
         return _LatentPass(self, features, len(x_BCTHW), first).decode(x_BCTHW), features
 
-    def decode_image(
-        self, x_BCTHW: torch.Tensor, shapes: tuple[tuple[int, ...], ...]
-    ) -> torch.Tensor:
-        """Decode latents with T = 1 as the only frames of their streams. The arguments are those of
-        a call, but no features are allocated.
+    def decode_image(self, x_BCTHW: torch.Tensor) -> torch.Tensor:
+        """Decode latents with T = 1 as the only frames of their streams. Unlike a call, this
+        allocates no features.
         """
-        unread = [x_BCTHW.new_empty(1).expand(len(x_BCTHW), *shape[1:]) for shape in shapes]
-        return _LatentPass(self, unread, len(x_BCTHW), first=True, last=True).decode(x_BCTHW)
+        return _LatentPass(self, None, len(x_BCTHW), first=True).decode(x_BCTHW)
 
     def kept(self, features: list[Any]) -> list[Any]:
         """Return the features, copied if necessary, so that decoding other streams does not
@@ -148,21 +145,18 @@ def _upsampler(level: Any) -> Any:
 
 
 class _LatentPass(FramesPass):
-    """Decodes one latent frame. `first` is true for the first latent frame of a stream, and `last`
-    for a frame that no other frame follows.
-    """
+    """Decodes one latent frame. `first` is true for the first latent frame of a stream."""
 
     def __init__(
         self,
         whole: FusedDecoder,
-        features: list[Any],
+        features: list[Any] | None,
         streams: int,
         first: bool,
         *,
         in_place: bool = False,
-        last: bool = False,
     ) -> None:
-        super().__init__(whole, features, streams, first=first, in_place=in_place, last=last)
+        super().__init__(whole, features, streams, first=first, in_place=in_place)
         self.whole = whole
 
     def decode(self, x_BCTHW: torch.Tensor) -> torch.Tensor:

@@ -129,6 +129,7 @@ class _LatentPass(FramesPass):
         x_NHWC = layer.resample(x_NCHW).permute(0, 2, 3, 1)
         if layer.mode == "downsample3d":
             x_BCTHW = by_streams(x_NHWC, self.streams)
+            assert self.features is not None
             past_BCTHW = self.features[self.index]
             self.store_feature(x_BCTHW[:, :, -1:].clone(memory_format=torch.channels_last_3d))
             if not self.first:  # the first video frame becomes a latent frame by itself

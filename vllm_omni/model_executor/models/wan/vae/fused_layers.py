@@ -187,25 +187,25 @@ class FramesPass:
 
     Args:
         layers: The network's layers.
-        features: Feature cache. The pass replaces the entries in this list.
+        features: Feature cache. The pass replaces the entries in this list. None: the frames are
+            the only frames of their streams.
         streams: Number of streams.
         first: Whether these are the first frames of the streams.
         in_place: Whether to overwrite the feature tensors instead of replacing them.
-        last: Whether these are the last frames of the streams. The features are not replaced then.
     """
 
     def __init__(
         self,
         layers: FusedLayers,
-        features: list[Any],
+        features: list[Any] | None,
         streams: int,
         *,
         first: bool,
         in_place: bool = False,
-        last: bool = False,
     ) -> None:
+        assert first or features is not None, "only first frames have no past"
         self.layers, self.features, self.streams = layers, features, streams
-        self.first, self.in_place, self.last = first, in_place, last
+        self.first, self.in_place = first, in_place
         self.index = 0
         """Index of the feature that the next layer uses."""
 
@@ -222,27 +222,31 @@ class FramesPass:
         layer's feature.
         """
         bands = self.layers.bands if layer.kernel_size[1] > 1 else None
-        past_BTHWC = self.features[self.index].permute(0, 2, 3, 4, 1)
+        past_BTHWC: torch.Tensor
+        if self.features is None:  # the past of first frames is not read
+            shape = self.streams, 2, *at.size, layer.in_channels
+            past_BTHWC = at.x.new_empty(1, dtype=at.dtype).expand(shape)
+        else:
+            past_BTHWC = self.features[self.index].permute(0, 2, 3, 4, 1)
         stacked = self.layers.passes.stack_frames(
             at,
             past_BTHWC if layout is FrameLayout.ALONE else past_BTHWC.contiguous(),
             layout=layout,
             edge_rows=0 if bands is None else 1,
             want_sum=want_sum,
-            want_newest=not self.last,
+            want_newest=self.features is not None,
             **more,
         )
         if bands is not None:
             bands.fill_edges(stacked.frames.flatten(0, -4))
-        newest = stacked.newest
-        self.store_feature(None if newest is None else newest.permute(0, 4, 1, 2, 3))
+        if stacked.newest is not None:
+            self.store_feature(stacked.newest.permute(0, 4, 1, 2, 3))
         return stacked.frames, stacked.total
 
-    def store_feature(self, newest_BCTHW: torch.Tensor | None) -> None:
-        """Replace the feature at `index` unless there is no new feature, and advance `index`."""
-        if newest_BCTHW is None:
-            pass
-        elif self.in_place:
+    def store_feature(self, newest_BCTHW: torch.Tensor) -> None:
+        """Replace the feature at `index`, and advance `index`."""
+        assert self.features is not None
+        if self.in_place:
             self.features[self.index].copy_(newest_BCTHW)
         else:
             self.features[self.index] = newest_BCTHW

@@ -105,6 +105,14 @@ class PendingSum:
         return self.x.dtype if self.bias is None else self.bias.dtype
 
     @property
+    def size(self) -> tuple[int, int]:
+        """Return H and W, the number of rows and columns of the sum."""
+        if self.shuffled:
+            return 2 * (self.x.shape[1] - 1), 2 * (self.x.shape[2] - 1)
+        height, width = self.x.shape[-3:-1]
+        return height, width
+
+    @property
     def frames(self) -> int:
         """Return N, the number of frames of all streams."""
         return (len(self.x) - 2) * self.x.shape[1] if self.products else len(self.x)

@@ -181,7 +181,7 @@ class StreamingWanVAE(nn.Module):
             results.
         bands: Band of rows that this rank decodes if the decode is split over ranks
             (`split_decode`), or None to decode all rows.
-        single_images: Whether to give convolutions a 2-D path for single images (`decode_image`).
+        single_images: Whether to give convolutions that are not fused a 2-D path for single images.
         fuse: Function that returns a fused version of a `WanDecoder3d` for `bands`, or None to use
             diffusers' decoder.
         fuse_encoder: Function that returns a fused version of a `WanEncoder3d`, or None to use
@@ -413,9 +413,7 @@ class StreamingWanVAE(nn.Module):
         if self._fused is None:
             cells = self.decoder(x_BCTHW, first_chunk=True)
         else:
-            height, width = (self.config.spatial_factor * side for side in raw.shape[3:])
-            shapes = _cache_shapes(self.config, "decoder", height, width)
-            cells = self._fused.decode_image(x_BCTHW, shapes)
+            cells = self._fused.decode_image(x_BCTHW)
         return unpatchify(cells, self.config.patch).clamp_(-1.0, 1.0)
 
     def encoder_cache_layout(self, height: int, width: int) -> CacheLayout:
