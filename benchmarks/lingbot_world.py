@@ -20,7 +20,8 @@ prompts and start images. `known_first_frames` are measured in five sessions wit
 the first session. If the conditioning settled in that session, the server does not encode the image
 again, and the stage `condition` takes almost no time. The runner reports stage times, which are
 device times. `--tiny` runs the tests' small model, because even with few `--layers`, the full-width
-model and its text encoder take up about 20 GiB.
+model and its text encoder take up about 20 GiB. The script restarts itself with the environment
+variable for huge pages that the serving guide recommends.
 """
 
 import argparse
@@ -44,6 +45,7 @@ os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import (
+    HUGE_PAGES,
     add_output_arguments,
     add_serving_arguments,
     add_tracing_arguments,
@@ -51,6 +53,7 @@ from common import (
     first_frames,
     kernel_times,
     precision_of,
+    restart_with,
     run_request,
     running_engine,
     save,
@@ -303,6 +306,7 @@ def main() -> None:
     )
     add_output_arguments(parser)
     args = parser.parse_args()
+    restart_with(HUGE_PAGES)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "world"
         if args.tiny:
