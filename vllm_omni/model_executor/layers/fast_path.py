@@ -18,6 +18,9 @@ import torch
 logger = logging.getLogger("vllm." + __name__)
 
 
+_HALF = (torch.bfloat16, torch.float16)
+
+
 @dataclass(frozen=True)
 class FastPath:
     """A choice between a fast implementation and a slower one."""
@@ -106,10 +109,16 @@ def _digits(capability: tuple[int, int]) -> str:
     return "".join(map(str, capability))
 
 
+def is_half_on_cuda(x: torch.Tensor) -> bool:
+    """Return whether a tensor is on a CUDA device and has a half-precision type."""
+    return x.is_cuda and x.dtype in _HALF
+
+
 def lacks_half(dtype: torch.dtype, option: str) -> Lack:
     """Check that `dtype`, which is set by `option`, is a half-precision type."""
-    is_half = dtype in (torch.bfloat16, torch.float16)
-    return Lack("" if is_half else f"the dtype is {str(dtype).removeprefix('torch.')} ({option})")
+    return Lack(
+        "" if dtype in _HALF else f"the dtype is {str(dtype).removeprefix('torch.')} ({option})"
+    )
 
 
 def lacks_package(module: str, package: str) -> Lack:

@@ -16,7 +16,13 @@ import torch
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
-from vllm_omni.model_executor.layers.fast_path import FastPath, Lack, lacks_gpu, lacks_half
+from vllm_omni.model_executor.layers.fast_path import (
+    FastPath,
+    Lack,
+    is_half_on_cuda,
+    lacks_gpu,
+    lacks_half,
+)
 
 
 @cache
@@ -134,10 +140,6 @@ def _batch_of_one(*tensors_TNH: torch.Tensor) -> list[torch.Tensor]:
     return [x_TNH.transpose(0, 1).unsqueeze(0) for x_TNH in tensors_TNH]
 
 
-def _is_half(q_TNH: torch.Tensor) -> bool:
-    return q_TNH.is_cuda and q_TNH.dtype in (torch.bfloat16, torch.float16)
-
-
 def _attention_to_first(
     q_TNH: torch.Tensor,
     k_SNH: torch.Tensor,
@@ -151,7 +153,7 @@ def _attention_to_first(
     if q_TNH.device.type == "cpu":
         seen = slice(0, int(key_range[1]))
         return attention(q_TNH, k_SNH[seen], v_SNH[seen], out=out)
-    if _is_half(q_TNH) and (flash := _flash_attention(3, 2)):
+    if is_half_on_cuda(q_TNH) and (flash := _flash_attention(3, 2)):
         return flash(
             q_TNH,
             k_SNH,

@@ -45,7 +45,7 @@ from vllm_omni.model_executor.layers.collectives.parallel import (
     ParallelContext,
     ShardedModule,
 )
-from vllm_omni.model_executor.layers.fast_path import lacks_triton
+from vllm_omni.model_executor.layers.fast_path import is_half_on_cuda, lacks_triton
 from vllm_omni.model_executor.layers.linear.fp8_linear import choose_kernel
 from vllm_omni.model_executor.layers.linear.int8_weights import Int8WeightMethod
 from vllm_omni.model_executor.layers.linear.quantized_input import Input, product, takes_quantized
@@ -168,15 +168,11 @@ def _quantizer() -> Callable[[torch.Tensor], Input] | None:
     return quantize_rows
 
 
-def _is_half(x: torch.Tensor) -> bool:
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
-
-
 class _QuantizedInput(LinearBase):
     """A linear layer that also accepts quantized inputs (`quantized_input.takes_quantized`)."""
 
     def forward(self, input_: Input) -> Any:
-        if isinstance(input_, torch.Tensor) and _is_half(input_) and takes_quantized(self):
+        if isinstance(input_, torch.Tensor) and is_half_on_cuda(input_) and takes_quantized(self):
             quantizer = _quantizer()
             input_ = input_ if quantizer is None else quantizer(input_)
         if isinstance(input_, QuantizedActivation):
@@ -494,7 +490,7 @@ def gelu_of(layer: ColumnLinear, x: Input) -> torch.Tensor:
         and isinstance(bias, torch.Tensor)
     ):
         assert isinstance(weight, torch.Tensor)
-        if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
+        if is_half_on_cuda(x):
             rows_TD = x.reshape(-1, x.shape[-1])
             made = torch._addmm_activation(bias, rows_TD, weight.t(), use_gelu=True)
             return made.view(*x.shape[:-1], made.shape[-1])

@@ -38,11 +38,14 @@ class ExpertStreams:
 
     def __init__(self, experts: Collection[Expert]) -> None:
         self._und: torch.cuda.Stream | None = None
-        if len(experts) > 1 and torch.cuda.is_available():
+        if (
+            len(experts) > 1
+            and torch.cuda.is_available()
+            and torch.cuda.is_current_stream_capturing()
+        ):
             current = torch.cuda.current_stream()
-            if torch.cuda.is_current_stream_capturing():
-                self._und = _second_stream(current.device_index, current.priority)
-                self._und.wait_stream(current)
+            self._und = _second_stream(current.device_index, current.priority)
+            self._und.wait_stream(current)
 
     def of(self, expert: Expert) -> AbstractContextManager[object]:
         """Return a context manager that selects the stream for an expert's kernels."""

@@ -76,7 +76,7 @@ class ExpertLayer(ShardedModule):
         prefix: str,
     ) -> None:
         super().__init__()
-        self.suffix = _SUFFIX[expert]
+        self.name, self.suffix = expert, _SUFFIX[expert]
         share = split_heads(config, parallel)
         self.num_heads, self.num_kv_heads = share.heads, share.kv_heads
         width, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
@@ -307,19 +307,16 @@ class Qwen2MoTForCausalLM(nn.Module):
         queries: dict[Expert, torch.Tensor] = {}
         for name in x:
             with streams.of(name):
-                queries[name] = self._store(
-                    index, layer.expert(name), name, x, updates, ropes, pack
-                )
+                queries[name] = self._store(index, layer.expert(name), x, updates, ropes, pack)
         streams.join()
         for name in x:
             with streams.of(name):
-                self._attend(index, layer.expert(name), name, queries.pop(name), x, updates, pack)
+                self._attend(index, layer.expert(name), queries.pop(name), x, updates, pack)
 
     def _store(
         self,
         index: int,
         expert: ExpertLayer,
-        name: Expert,
         x: dict[Expert, torch.Tensor],
         updates: Mapping[Expert, torch.Tensor],
         ropes: Mapping[Expert, Rope],
@@ -328,7 +325,8 @@ class Qwen2MoTForCausalLM(nn.Module):
         """Write the keys and values of one expert's tokens to the caches, and return the queries
         [T, N_r, H].
         """
-        eps, fused_ops = self.config.rms_norm_eps, self._fused_ops[name]
+        name, eps = expert.name, self.config.rms_norm_eps
+        fused_ops = self._fused_ops[name]
         quantized = takes_quantized(expert.qkv)
         if name in updates:
             x[name], normed = fused_ops.add_norm(
@@ -364,7 +362,6 @@ class Qwen2MoTForCausalLM(nn.Module):
         self,
         index: int,
         expert: ExpertLayer,
-        name: Expert,
         queries: torch.Tensor,
         x: dict[Expert, torch.Tensor],
         updates: dict[Expert, torch.Tensor],
@@ -373,7 +370,8 @@ class Qwen2MoTForCausalLM(nn.Module):
         """Run attention and the feed-forward layer for one expert's tokens. The keys and values of
         all tokens must have been written.
         """
-        mixed, fused_ops = torch.empty_like(queries), self._fused_ops[name]
+        name, mixed = expert.name, torch.empty_like(queries)
+        fused_ops = self._fused_ops[name]
         for job in pack.attends:
             if job.expert == name:
                 cache = job.cache

@@ -65,15 +65,20 @@ class ContextWriter:
         return self.network.language_model.embed(self._markers)
 
     def rope(self, positions_3T: torch.Tensor) -> Rope:
+        """Return the rotary tables for tokens at these positions. They are computed on the device
+        of the positions, because the host is slow for many tokens and the device for few.
+        """
         config = self.network.config
-        return rope_tables(
-            positions_3T.to(self.device), config.head_dim, config.mrope_section, config.rope_theta
+        cos, sin = rope_tables(
+            positions_3T, config.head_dim, config.mrope_section, config.rope_theta
         )
+        return cos.to(self.device), sin.to(self.device)
 
     def block_rope(self, positions_3T: torch.Tensor) -> tuple[Rope, Rope]:
         """Return the rotary tables for a visual block: one pair for its two markers and one for its
         grid cells.
         """
+        positions_3T = positions_3T.to(self.device)
         return self.rope(positions_3T[:, [0, -1]]), self.rope(positions_3T[:, 1:-1])
 
     def position_values(self, grid: tuple[int, int, int]) -> torch.Tensor:
@@ -139,7 +144,8 @@ class ContextWriter:
         if not ids:
             return
         padding = 0, 0, 0, cache.capacity - len(ids)
-        cos, sin = self.rope(torch.cat([placed.positions_3T for placed in context], dim=1))
+        positions_3T = torch.cat([placed.positions_3T for placed in context], dim=1)
+        cos, sin = self.rope(positions_3T.to(self.device))
         tokens = builder.add_tokens(
             "und",
             functional.pad(self.embed(ids), padding),
