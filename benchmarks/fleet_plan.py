@@ -74,7 +74,7 @@ MODELS = (
         0.492,
         2,
         11_192_977_920,
-        "2026-11-30_lingbot_world_realtime.json",
+        "2026-12-01_lingbot_world_realtime.json",
     ),
 )
 

@@ -118,9 +118,9 @@ TABLES = {
 """Heading and introduction of each table, in page order."""
 
 README_ROWS = (
-    "2026-11-30_lingbot_world_fp8",
+    "2026-12-01_lingbot_world_fp8",
     "2026-11-27_pipeline_parallel_lingbot_world_fp8_kv_peers",
-    "2026-11-30_lingbot_world_realtime",
+    "2026-12-01_lingbot_world_realtime",
     "2026-11-29_abot_world",
     "2026-11-29_dreamx_world",
     "2026-11-25_matrix_game_no_options",

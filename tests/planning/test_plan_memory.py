@@ -213,7 +213,7 @@ def test_a_preset_is_planned_with_its_options_and_its_speed(
     text = plan(capsys, "lingbot_world", "--preset", "realtime")
     assert "window 15" in text and "preset realtime, FP8 keys and values, FP8 weights" in text
     assert "--additional-config.omni.model.preset realtime" in text
-    assert "8.7 FPS on one H100; realtime: 24.3 FPS on one H200; small: not measured" in text
+    assert "8.7 FPS on one H100; realtime: 24.4 FPS on one H200; small: not measured" in text
     assert "window 12" in plan(capsys, "lingbot_world", "--preset", "realtime", "--window", "12")
     narrow = model_of("lingbot_world_v2_1_3b", "realtime")
     assert (narrow.weight_itemsize, narrow.kv_itemsize, narrow.denoise) == (2, 1, 2)
