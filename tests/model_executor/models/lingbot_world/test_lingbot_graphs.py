@@ -7,6 +7,7 @@ latents.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from lingbot_world_driver import load_world, make_request, open_session, run_chu
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
+from vllm_omni.model_executor.models.lingbot_world.pretrain import LingBotPretrain
 
 CHUNKS = 10
 OPTIONS = {"window_frames": 9, "sink_frames": 3}
@@ -89,6 +91,69 @@ def test_batched_sessions_with_graphs_equal_sessions_without(lingbot_world: Path
     for want, got in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
     assert len(by_graphs.transformer.graphs) == 4 * 2 - 2
+
+
+def start_chunk(world: LingBotWorld, session: Any, number: int, **options: Any) -> Any:
+    request = make_request(
+        world,
+        session,
+        prompt="a beach",
+        output="latents",
+        actions=WALKS[number % 2],
+        **options,
+    )
+    world.prepare_encode(request)
+    return request
+
+
+def test_chunks_that_take_turns_use_their_own_cameras(lingbot_world: Path) -> None:
+    """When chunks of two sessions take turns step by step, the graphs' copy of the camera
+    modulation changes with each step. A chunk that is cancelled between its steps does not affect
+    other chunks, and its session continues with the same graphs.
+    """
+    plain, by_graphs = load_world(lingbot_world, **OPTIONS), load_world(lingbot_world, **OPTIONS)
+    by_graphs.transformer.graphs = ForwardGraphs(capture=hold)
+    results: list[list[torch.Tensor]] = []
+    for world in (plain, by_graphs):
+        sessions = [open_session(world, name, output="latents") for name in ("one", "two")]
+        latents = []
+        for number in range(CHUNKS):
+            if number == CHUNKS // 2:
+                cancelled = start_chunk(world, sessions[0], number + 1)
+                step(world, [cancelled])
+                del cancelled
+            chunks = [
+                start_chunk(world, session, number + offset)
+                for offset, session in enumerate(sessions)
+            ]
+            while chunks[0].step < chunks[0].num_steps:
+                for request in chunks:
+                    step(world, [request])
+            latents += [finish(world, request)[1]["latents"] for request in chunks]
+        results.append(latents)
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert len(by_graphs.transformer.graphs) == 2 * 4 * 2
+
+
+def test_guided_sessions_with_graphs_equal_sessions_without(lingbot_world: Path) -> None:
+    """A chunk with guidance has two batch entries, each with its own window."""
+    results = []
+    for graphs in (None, ForwardGraphs(capture=hold)):
+        world = load_world(lingbot_world, kind=LingBotPretrain, **OPTIONS)
+        world.transformer.graphs = graphs
+        session = open_session(world, output="latents")
+        results.append(
+            [
+                run_chunk(world, session, prompt="a beach", output="latents", actions=actions)[1][
+                    "latents"
+                ]
+                for actions in (*WALKS, *WALKS)
+            ]
+        )
+    assert graphs is not None and len(graphs) > 0
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 def _compare_graphs(
