@@ -30,7 +30,7 @@ KV_TYPES = pytest.mark.parametrize(
 WALKS = ([["w"], ["w", "j"], ["i"]], [["s"], [], ["l"]])
 
 
-def walk(world: LingBotWorld, start: int = 0) -> list[torch.Tensor]:
+def walk(world: LingBotWorld, start: int = 0, chunks: int = CHUNKS) -> list[torch.Tensor]:
     """Run and close a new session with a different camera motion in each chunk, and return its
     latents.
     """
@@ -39,9 +39,46 @@ def walk(world: LingBotWorld, start: int = 0) -> list[torch.Tensor]:
         run_chunk(
             world, session, prompt="a beach", output="latents", actions=WALKS[(start + n) % 2]
         )[1]["latents"]
-        for n in range(CHUNKS)
+        for n in range(chunks)
     ]
     session.close()
+    return latents
+
+
+def start_chunk(world: LingBotWorld, session: Any, number: int) -> Any:
+    """Return the encoded request for a chunk, whose camera motion depends on its `number`."""
+    request = make_request(
+        world, session, prompt="a beach", output="latents", actions=WALKS[number % 2]
+    )
+    world.prepare_encode(request)
+    return request
+
+
+def walk_two(
+    world: LingBotWorld, *, shares_passes: bool, cancelled: int | None = None
+) -> list[torch.Tensor]:
+    """Run two sessions with different camera motions, and return their latents.
+
+    Args:
+        world: The model.
+        shares_passes: Whether the sessions' chunks share their forward passes. If not, the chunks
+            take turns step by step.
+        cancelled: Number of the first session's chunk that is cancelled once after its first step
+            and then started again.
+    """
+    sessions = [open_session(world, name, output="latents") for name in ("one", "two")]
+    latents = []
+    for number in range(CHUNKS):
+        if number == cancelled:
+            step(world, [start_chunk(world, sessions[0], number + 1)])
+        chunks = [
+            start_chunk(world, session, number + offset) for offset, session in enumerate(sessions)
+        ]
+        batches = [chunks] if shares_passes else [[chunk] for chunk in chunks]
+        while chunks[0].step < chunks[0].num_steps:
+            for batch in batches:
+                step(world, batch)
+        latents += [finish(world, chunk)[1]["latents"] for chunk in chunks]
     return latents
 
 
@@ -67,43 +104,10 @@ def test_batched_sessions_with_graphs_equal_sessions_without(lingbot_world: Path
     """When graphs are replayed for a batch, each request uses its own camera and condition."""
     plain, by_graphs = load_world(lingbot_world, **OPTIONS), load_world(lingbot_world, **OPTIONS)
     by_graphs.transformer.graphs = ForwardGraphs(capture=hold)
-    results: list[list[torch.Tensor]] = []
-    for world in (plain, by_graphs):
-        sessions = [open_session(world, name, output="latents") for name in ("one", "two")]
-        latents = []
-        for number in range(CHUNKS):
-            batch = [
-                make_request(
-                    world,
-                    session,
-                    prompt="a beach",
-                    output="latents",
-                    actions=WALKS[(number + offset) % 2],
-                )
-                for offset, session in enumerate(sessions)
-            ]
-            for request in batch:
-                world.prepare_encode(request)
-            while batch[0].step < batch[0].num_steps:
-                step(world, batch)
-            latents += [finish(world, request)[1]["latents"] for request in batch]
-        results.append(latents)
-    for want, got in zip(*results, strict=True):
+    wanted = walk_two(plain, shares_passes=True)
+    for got, want in zip(walk_two(by_graphs, shares_passes=True), wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
     assert len(by_graphs.transformer.graphs) == 4 * 2 - 2
-
-
-def start_chunk(world: LingBotWorld, session: Any, number: int, **options: Any) -> Any:
-    request = make_request(
-        world,
-        session,
-        prompt="a beach",
-        output="latents",
-        actions=WALKS[number % 2],
-        **options,
-    )
-    world.prepare_encode(request)
-    return request
 
 
 def test_chunks_that_take_turns_use_their_own_cameras(lingbot_world: Path) -> None:
@@ -113,47 +117,22 @@ def test_chunks_that_take_turns_use_their_own_cameras(lingbot_world: Path) -> No
     """
     plain, by_graphs = load_world(lingbot_world, **OPTIONS), load_world(lingbot_world, **OPTIONS)
     by_graphs.transformer.graphs = ForwardGraphs(capture=hold)
-    results: list[list[torch.Tensor]] = []
-    for world in (plain, by_graphs):
-        sessions = [open_session(world, name, output="latents") for name in ("one", "two")]
-        latents = []
-        for number in range(CHUNKS):
-            if number == CHUNKS // 2:
-                cancelled = start_chunk(world, sessions[0], number + 1)
-                step(world, [cancelled])
-                del cancelled
-            chunks = [
-                start_chunk(world, session, number + offset)
-                for offset, session in enumerate(sessions)
-            ]
-            while chunks[0].step < chunks[0].num_steps:
-                for request in chunks:
-                    step(world, [request])
-            latents += [finish(world, request)[1]["latents"] for request in chunks]
-        results.append(latents)
-    for want, got in zip(*results, strict=True):
+    wanted = walk_two(plain, shares_passes=False, cancelled=CHUNKS // 2)
+    found = walk_two(by_graphs, shares_passes=False, cancelled=CHUNKS // 2)
+    for got, want in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
     assert len(by_graphs.transformer.graphs) == 2 * 4 * 2
 
 
 def test_guided_sessions_with_graphs_equal_sessions_without(lingbot_world: Path) -> None:
     """A chunk with guidance has two batch entries, each with its own window."""
-    results = []
-    for graphs in (None, ForwardGraphs(capture=hold)):
-        world = load_world(lingbot_world, kind=LingBotPretrain, **OPTIONS)
-        world.transformer.graphs = graphs
-        session = open_session(world, output="latents")
-        results.append(
-            [
-                run_chunk(world, session, prompt="a beach", output="latents", actions=actions)[1][
-                    "latents"
-                ]
-                for actions in (*WALKS, *WALKS)
-            ]
-        )
-    assert graphs is not None and len(graphs) > 0
-    for want, got in zip(*results, strict=True):
+    plain, by_graphs = (
+        load_world(lingbot_world, kind=LingBotPretrain, **OPTIONS) for _ in range(2)
+    )
+    by_graphs.transformer.graphs = ForwardGraphs(capture=hold)
+    for got, want in zip(walk(by_graphs, chunks=4), walk(plain, chunks=4), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert len(by_graphs.transformer.graphs) > 0
 
 
 def _compare_graphs(
