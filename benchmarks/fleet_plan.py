@@ -71,7 +71,7 @@ MODELS = (
     ),
     Model(
         "LingBot World 18.5B, preset `realtime`",
-        0.492,
+        0.490,
         2,
         11_192_977_920,
         "2026-12-01_lingbot_world_realtime.json",

@@ -20,7 +20,9 @@ several. A benchmark writes the date, command, hardware, versions and `result`. 
     }
 
 `starts` contains one value for each time that the command was run. A cell shows the median of these
-values and, if there are several, their range. tests/docs/test_results_page.py fails when the
+values and, if there are several, their range. `result` belongs to the first start; a person may add
+the results of the others as `other_starts`, and as `earlier_kernels` the kernel times of a run that
+the file replaces. tests/docs/test_results_page.py fails when the
 committed pages differ from the generated ones.
 """
 
