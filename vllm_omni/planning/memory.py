@@ -114,6 +114,16 @@ def _modulation_bytes(model: StreamModel, split: ParallelSplit) -> float:
     return elements * BF16 / (1 if split.tensor else split.ranks)
 
 
+def _graph_bytes(model: StreamModel, split: ParallelSplit) -> float:
+    """Return the size in bytes of the second copy of a chunk's modulation and prompt K/V, which
+    CUDA graphs read. All sessions share this copy. The copy of a narrow network, which uses graphs
+    without a request, is small and not counted.
+    """
+    if not model.cuda_graphs:
+        return 0.0
+    return _modulation_bytes(model, split) + _cross_kv_bytes(model, split) / model.in_flight
+
+
 def weight_bytes(model: StreamModel, split: ParallelSplit, *, first_stage: bool = True) -> float:
     """Return the size in bytes of the weights on the first rank of a stage with layers.
 
@@ -158,6 +168,7 @@ def _fullest_ranks(model: StreamModel, split: ParallelSplit) -> list[_Rank]:
     ):
         transient = workspace if last and not split.vae_stage else 0.0
         fixed = weight_bytes(model, split, first_stage=first) + transient
+        fixed += _graph_bytes(model, split)
         found.append(_Rank(fixed, session_bytes(model, split, last_stage=last)))
     if split.vae_stage:
         cache = model.autoencoder.decoder_cache * model.area / split.decode_ranks

@@ -21,6 +21,7 @@ _OPTIONS: Final = {
     "window_frames": "window",
     "sink_frames": "sinks",
     "latent_frames_per_chunk": "chunk",
+    "cuda_graphs": "cuda_graphs",
 }
 """Options of `omni.model` and the corresponding fields of `StreamModel`."""
 

@@ -105,6 +105,8 @@ class StreamModel:
     """Maximum number of chunks of one session in flight. More than one requires `noise_matched`."""
     camera: bool = False
     """Whether each transformer block has four camera layers."""
+    cuda_graphs: bool = False
+    """Whether CUDA graphs are requested (`omni.model.cuda_graphs`)."""
     image: bool = False
     """Whether sessions start from an image, which requires an encoder cache."""
     video_input: bool = False

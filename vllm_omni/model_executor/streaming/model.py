@@ -196,9 +196,11 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
     def chunk_schedule(
         self, request: DiffusionRequest[Session, Chunk], schedule: FewStepSchedule
     ) -> FewStepSchedule:
-        """Return the denoise steps of a chunk: `schedule`, or fewer steps if the chunk would
-        otherwise be late.
+        """Return the denoise steps of a chunk: `schedule`, or fewer steps if the chunk is a
+        session's first one (`first_chunk_steps`) or would otherwise be late.
         """
+        if request.session.chunk_index == 0:
+            schedule = with_most_steps(schedule, self.options.first_chunk_steps)
         if FEWER_STEPS not in request.degradations:
             return schedule
         return with_most_steps(schedule, degraded_steps(self.options))

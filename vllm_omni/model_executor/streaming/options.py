@@ -38,6 +38,11 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
     """Maximum number of denoise steps per chunk. A longer schedule is reduced to evenly spaced
     steps, which always include the noisiest one. Default: all steps.
     """
+    first_chunk_steps: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
+    """Maximum number of denoise steps of a session's first chunk. With fewer steps, a session's
+    first frames arrive earlier but contain less detail. If the window has sink frames, all later
+    chunks attend to these frames. Default: `max_steps`.
+    """
     latent_frames_per_chunk: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
     """Number of latent frames in each chunk. Default: the checkpoint's value, or the model's if the
     checkpoint has none.
@@ -71,8 +76,8 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
     cuda_graphs: bool | None = None
     """Whether to replay repeated forward passes as CUDA graphs. A replay needs only a fraction of
     the host time that launching the kernels needs. Default: true on CUDA for at most 3072 channels
-    per GPU, unless the engine runs with --enforce-eager or --cpu-offload-gb. Wider networks keep
-    the device busy without graphs.
+    per GPU or if the preset sets it, unless the engine runs with --enforce-eager or
+    --cpu-offload-gb. Wider networks keep the device busy without graphs.
     """
 
     @classmethod

@@ -88,11 +88,14 @@ class StreamingSetup(Generic[Config, Options]):
         parallel = parallel or ParallelContext.from_vllm(
             options.sequence_parallel, omni.vae_stage, omni.partition, omni.vae_parallel
         )
-        channels = stream.config.hidden_size // parallel.size
+        # A preset's `cuda_graphs` replaces only the limit of the width, whereas the user's value
+        # also overrides --enforce-eager.
+        requested = omni.model.get("cuda_graphs")
+        channels = 0 if options.cuda_graphs else stream.config.hidden_size // parallel.size
         compiled = compiles(options.compile, eager)
-        graphs = launches_graphs(options.cuda_graphs, eager, offloads, channels)
+        graphs = launches_graphs(requested, eager, offloads, channels)
         text_graphs = launches_graphs(
-            options.cuda_graphs, eager, offloads, name="cuda_graphs_of_text_encoder"
+            requested, eager, offloads, name="cuda_graphs_of_text_encoder"
         )
         return cls(
             config=stream.config,

@@ -62,6 +62,7 @@ def test_unsupported_configs_are_refused(values: dict[str, Any], message: str) -
         ({"denoising_steps": [500, 1000]}, "increasing"),
         ({"denoising_steps": [999.5]}, "whole numbers"),
         ({"cache": "noise_matched", "video_denoising_steps": [700, 500]}, "equally long"),
+        ({"cache": "noise_matched", "first_chunk_steps": 2}, "a window for every step"),
         ({"video_denoising_steps": [700, 690, 400]}, "not above the second"),
     ],
 )

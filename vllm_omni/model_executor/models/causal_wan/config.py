@@ -231,6 +231,11 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
                 f"omni.model: context_kv {parsed.context_kv!r} needs cache 'strict', "
                 f"got {parsed.cache!r}"
             )
+        if parsed.cache != "strict" and parsed.first_chunk_steps is not None:
+            raise ValueError(
+                f"omni.model: first_chunk_steps needs cache 'strict', because cache "
+                f"{parsed.cache!r} keeps a window for every step"
+            )
         if parsed.cache != "strict" and text.num_steps != video.num_steps:
             raise ValueError(
                 f"omni.model: cache {parsed.cache!r} keeps a window for every step; "

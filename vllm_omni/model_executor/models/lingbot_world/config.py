@@ -214,6 +214,7 @@ PRESETS: Final[Mapping[PresetName, Preset]] = {
             "window_frames": 15,
             "sink_frames": 3,
             "decoder": "tiny",
+            "cuda_graphs": True,  # so that a slow host does not delay first frames
         },
         quantization="fp8",
         quantized_channels=FP8_CHANNELS,
@@ -287,7 +288,7 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
         parsed = cls.parse(options, checkpoint["version"])
         if checkpoint["mode"] == "fast":
             return parsed
-        for name in ("denoise_indices", "max_steps"):
+        for name in ("denoise_indices", "max_steps", "first_chunk_steps"):
             if getattr(parsed, name) is not None:
                 given = name if name in options else f"{name} of preset {parsed.preset!r}"
                 raise ValueError(

@@ -276,6 +276,7 @@ _FIXED: Final = (
     "context_kv",
     "decoder",
     "max_steps",
+    "first_chunk_steps",
     "sequence_parallel",
 )
 """Options that users cannot set, because the checkpoint determines them."""

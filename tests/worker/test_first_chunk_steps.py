@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions whose first chunk has fewer denoise steps (`first_chunk_steps`), in the runner."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.scheduling import new_request, run_to_end
+
+from vllm_omni.outputs import RequestFailed
+
+FAMILIES = ("lingbot_world", "dreamx_world", "abot_world", "matrix_game", "causal_wan")
+WITHOUT_PROMPT, WITHOUT_ACTIONS = ("matrix_game",), ("causal_wan",)
+SIZE = {"height": 64, "width": 96}
+
+
+def chunk(runner: Any, family: str, session: str, index: int) -> tuple[int, torch.Tensor]:
+    """Return the number of forward passes and the latents of a chunk."""
+    fields: dict[str, Any] = {"output": "latents"}
+    tensors = None
+    if family not in WITHOUT_ACTIONS:
+        fields["actions"] = [["w"]] * 3
+    if index == 0:
+        fields |= {"seed": 4} | ({} if family in WITHOUT_PROMPT else {"prompt": "a beach"})
+        if family not in WITHOUT_ACTIONS:
+            image = torch.arange(64 * 96 * 3).view(64, 96, 3).to(torch.uint8)
+            tensors = {"image": image}
+    data = new_request("r", tensors, session_id=session, chunk_index=index, **fields)
+    result = run_to_end(runner, data)["r"]
+    assert not isinstance(result, RequestFailed), result
+    meta, made = result
+    return len(meta["timings_ms"]["steps"]), made["latents"].clone()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_the_first_chunk_of_each_session_has_fewer_steps(
+    make_runner: Any, request: pytest.FixtureRequest, family: str
+) -> None:
+    """The first chunk is bit-identical to that of a server with only one denoise step. The next
+    chunk of the session has all steps, and a second session starts with one step again.
+    """
+    checkpoint: Path = request.getfixturevalue(family)
+    one = make_runner(checkpoint, SIZE | {"model": {"max_steps": 1}})
+    runner = make_runner(checkpoint, SIZE | {"model": {"first_chunk_steps": 1}})
+    forwards, latents = chunk(runner, family, "a", 0)
+    expected_forwards, expected = chunk(one, family, "a", 0)
+    assert forwards == expected_forwards == 2  # the denoise step and the clean-context pass
+    assert torch.equal(latents, expected)
+    later, latents = chunk(runner, family, "a", 1)
+    assert later > 2 and not torch.equal(latents, chunk(one, family, "a", 1)[1])
+    assert chunk(runner, family, "b", 0)[0] == 2
+
+
+def test_a_short_first_chunk_keeps_its_clean_context_pass(
+    make_runner: Any, lingbot_world: Path
+) -> None:
+    """With `context_kv` "last_step", the first chunk runs one denoise step and the clean-context
+    pass, and a later chunk runs its two steps alone.
+    """
+    model = {"preset": "realtime", "fp8": False, "decoder": "wan", "first_chunk_steps": 1}
+    runner = make_runner(lingbot_world, SIZE | {"model": model})
+    assert [chunk(runner, "lingbot_world", "a", index)[0] for index in (0, 1)] == [2, 2]
+    full = make_runner(lingbot_world, SIZE | {"model": {**model, "first_chunk_steps": 2}})
+    assert [chunk(full, "lingbot_world", "a", index)[0] for index in (0, 1)] == [3, 2]
