@@ -64,14 +64,14 @@ class Model:
 MODELS = (
     Model(
         "causal Wan 1.3B, preset `realtime`",
-        0.125,
+        0.126,
         2,
         1_886_702_400,
-        "2026-11-30_streaming_wan_realtime.json",
+        "2026-12-01_streaming_wan_realtime.json",
     ),
     Model(
         "LingBot World 18.5B, preset `realtime`",
-        0.490,
+        0.491,
         2,
         11_192_977_920,
         "2026-12-01_lingbot_world_realtime.json",

@@ -127,7 +127,7 @@ README_ROWS = (
     "2026-11-29_dreamx_world",
     "2026-11-25_matrix_game_no_options",
     "2026-11-25_waypoint_no_options",
-    "2026-11-30_streaming_wan",
+    "2026-12-01_streaming_wan",
     "2026-11-27_streaming_wan_14b_fp8_kv",
     "2026-12-01_lance_fp8",
 )
