@@ -127,7 +127,7 @@ def test_two_builds_of_a_commit_have_the_same_bytes(
 
     The wheel contains the data files that the package reads, but no tests or tools.
     """
-    pytest.importorskip("build", reason="needs the extra `release`")
+    pytest.importorskip("build.__main__", reason="needs the extra `release`")
     if not (REPO / ".git").exists():
         pytest.skip("an archive without history has no commit")
     release.build("HEAD", tmp_path / "first")
