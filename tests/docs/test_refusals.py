@@ -493,10 +493,13 @@ HELD_BY = {
     # of stock vLLM: why the format is ours
     "stock auto-detection refuses them": "tests/test_import_purity.py",
     "| Waypoint | refused: its Euler steps draw no noise": (
-        "tests/model_executor/test_schedules.py::test_a_trajectory_needs_a_sampler_that_draws"
+        "tests/model_executor/test_schedules.py::test_a_trajectory_is_refused_where_it_has_no_meaning"
     ),
     "| any model on several pipeline stages | refused |": (
-        "tests/model_executor/test_schedules.py::test_a_trajectory_needs_a_sampler_that_draws"
+        "tests/model_executor/test_schedules.py::test_a_trajectory_is_refused_where_it_has_no_meaning"
+    ),
+    "| any model with `omni.model.first_chunk_steps` | refused": (
+        "tests/model_executor/test_schedules.py::test_a_trajectory_is_refused_where_it_has_no_meaning"
     ),
     "| image and video models | refused |": (
         "tests/environments/test_env_served.py::test_replacing_weights_ends_the_episodes_of_environments"

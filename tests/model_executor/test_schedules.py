@@ -23,6 +23,7 @@ from vllm_omni.model_executor.streaming.model import StreamingModel
 from vllm_omni.outputs import RequestFailed
 
 _GOLDEN = json.loads((Path(__file__).parents[1] / "golden/lingbot/schedule.json").read_text())
+_TWO_STEPS = few_step_schedule("exact", 5.0, [0, 500])
 _STEPS = {"v1": (0, 179, 358, 679), "v2": (0, 250, 500, 750)}
 
 
@@ -101,15 +102,20 @@ def test_the_log_probability_is_that_of_a_gaussian() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages", "said"),
+    ("schedule", "stages", "first_chunk_steps", "said"),
     [
-        (EulerSchedule((1.0, 0.0), torch.float32), 1, "draws no noise between its steps"),
-        (few_step_schedule("exact", 5.0, [0, 500]), 2, "only servers with one pipeline stage"),
+        (EulerSchedule((1.0, 0.0), torch.float32), 1, None, "draws no noise between its steps"),
+        (_TWO_STEPS, 2, None, "only servers with one pipeline stage"),
+        (_TWO_STEPS, 1, 1, r"without omni\.model\.first_chunk_steps"),
     ],
 )
-def test_a_trajectory_needs_a_sampler_that_draws(schedule: Any, stages: int, said: str) -> None:
+def test_a_trajectory_is_refused_where_it_has_no_meaning(
+    schedule: Any, stages: int, first_chunk_steps: int | None, said: str
+) -> None:
     model: Any = SimpleNamespace(
-        parallel=SimpleNamespace(num_stages=stages), omni=SimpleNamespace(vae_stage=False)
+        parallel=SimpleNamespace(num_stages=stages),
+        omni=SimpleNamespace(vae_stage=False),
+        options=SimpleNamespace(first_chunk_steps=first_chunk_steps),
     )
     request: Any = SimpleNamespace(work=SimpleNamespace(schedule=schedule))
     with pytest.raises(RequestFailed, match=said):

@@ -376,6 +376,12 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
                 "invalid_request",
                 "trajectory: only servers with one pipeline stage return it; leave it out",
             )
+        if self.options.first_chunk_steps is not None:
+            raise RequestFailed(
+                "invalid_request",
+                "trajectory: all chunks need equally many denoise steps; leave it out, or start "
+                "the server without omni.model.first_chunk_steps",
+            )
         chunk.trajectory = Trajectory(chunk.schedule)
 
     @torch.no_grad()
