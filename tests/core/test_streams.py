@@ -333,6 +333,20 @@ def test_requests_that_start_a_stream(requested: RequestFields, refused: bool) -
     assert (streams.refusal(requested, 0.0, COSTS) is not None) == refused
 
 
+def test_a_short_first_chunk_does_not_make_later_chunks_look_short() -> None:
+    """The first chunk of a session may have fewer steps than later ones. Once a later chunk has
+    been observed, the first chunks of other sessions no longer lower the estimate.
+    """
+    streams = ScheduledStreams(10.0)
+    for name, num_steps in (("a0", 2), ("a1", 5), ("b0", 2)):
+        streams.add_request(name, fields(name[0], int(name[1])), 0.0)
+        finish(streams, name, num_steps=num_steps)
+    for name in ("b1", "c0"):
+        streams.add_request(name, fields(name[0], int(name[1])), 1.0)
+        live = streams.get(name)
+        assert live is not None and live.steps_left == 5
+
+
 def test_refusals_assume_full_quality() -> None:
     """The scheduler uses the costs at full quality to decide whether to refuse a stream, so a
     cheaper level adds no capacity. Until costs have been measured, every stream is accepted.

@@ -214,8 +214,12 @@ class ScheduledStreams:
         live.steps_left = max(1, progress.num_steps - progress.step)
         live.size = float(max(1, progress.size))
         if entry.fields.is_chunk:
+            steps = progress.num_steps
+            if entry.fields.chunk_index == 0:
+                # Later chunks may have more steps than the first one (`first_chunk_steps`).
+                steps = max(steps, self._typical.steps.get(live.level, 0))
             for stream in (entry.stream, self._typical):
-                stream.steps[live.level] = progress.num_steps
+                stream.steps[live.level] = steps
                 stream.size = live.size
 
     def finish_request(self, request_id: str, now_s: float) -> None:
