@@ -43,13 +43,14 @@ def test_cuda_graphs_are_the_default_where_possible(
 
 
 @pytest.mark.parametrize(
-    ("options", "eager", "launches"),
+    ("options", "eager", "offloads", "launches"),
     [
-        ({}, False, False),
-        ({"preset": "realtime"}, False, True),
-        ({"preset": "realtime"}, True, False),
-        ({"preset": "realtime", "cuda_graphs": False}, False, False),
-        ({"cuda_graphs": True}, True, True),
+        ({}, False, False, False),
+        ({"preset": "realtime"}, False, False, True),
+        ({"preset": "realtime"}, True, False, False),
+        ({"preset": "realtime"}, False, True, False),
+        ({"preset": "realtime", "cuda_graphs": False}, False, False, False),
+        ({"cuda_graphs": True}, True, False, True),
     ],
 )
 def test_a_preset_requests_graphs_for_networks_of_any_width(
@@ -57,13 +58,14 @@ def test_a_preset_requests_graphs_for_networks_of_any_width(
     lingbot_world: Path,
     options: dict[str, Any],
     eager: bool,
+    offloads: bool,
     launches: bool,
 ) -> None:
-    """LingBot World's `realtime` preset requests graphs, but --enforce-eager and the user's option
-    still disable them.
+    """LingBot World's `realtime` preset requests graphs, but --enforce-eager, --cpu-offload-gb and
+    the user's option still disable them.
     """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(vllm_model, "_MOST_CHANNELS", 1)
+    monkeypatch.setattr(vllm_model, "GRAPH_CHANNELS", 1)
     setup = WorldSetup.of_checkpoint(
         hf_config(lingbot_world)["lingbot_world"],
         find_layout(lingbot_world),
@@ -71,5 +73,6 @@ def test_a_preset_requests_graphs_for_networks_of_any_width(
         torch.float32,
         ParallelContext(),
         eager=eager,
+        offloads=offloads,
     )
     assert setup.cuda_graphs == launches

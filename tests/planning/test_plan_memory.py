@@ -96,6 +96,22 @@ def test_a_chunk_holds_the_camera_modulation_of_all_layers(name: str, gib: float
     assert camera.session_bytes - plain.session_bytes == pytest.approx(gib * 2**30, rel=2e-3)
 
 
+def test_cuda_graphs_hold_one_more_copy_of_the_inputs() -> None:
+    """CUDA graphs take 4.25 GB on the measured GPU, regardless of the number of sessions: a chunk's
+    modulation and the prompt's K/V.
+    """
+    graphs = model_of("lingbot_world", "realtime")
+    plain = replace(graphs, cuda_graphs=False)
+    for sessions in (1, 2):
+        by_graphs, without = (
+            plan_memory(model, H200, ParallelSplit(), sessions) for model in (graphs, plain)
+        )
+        extra = by_graphs.memory_bytes - without.memory_bytes
+        assert extra == pytest.approx(4.25e9, rel=5e-3)
+    two = ParallelSplit(2)
+    assert plan_memory(graphs, H200, two) == plan_memory(plain, H200, two)
+
+
 def test_the_autoencoder_of_wan_2_2_has_the_bytes_of_its_network() -> None:
     """The number of bytes planned for the Wan 2.2 autoencoder equals the actual network's size at
     480x832 in bf16.

@@ -9,7 +9,7 @@ runner never calls `forward`.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Final, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
@@ -212,7 +212,7 @@ def compiles(requested: bool | None, eager: bool) -> FastPath:
     return lack.of("compile", "eager operations where there are no kernels")
 
 
-_MOST_CHANNELS = 3072
+GRAPH_CHANNELS: Final = 3072
 """Maximum number of channels per rank for CUDA graphs. Forward passes of wider networks (LingBot
 World and causal Wan 14B have 5120 channels) take longer on a GPU than their launches take on the
 host. Without graphs, a chunk of DreamX-World, which has 3072 channels, took longer at 480x832 than
@@ -252,6 +252,6 @@ def _graphs_do_not_pay(eager: bool, offloads: bool, channels: int) -> Lack:
         return Lack("--enforce-eager is set")
     if offloads:
         return Lack("weights are offloaded (--cpu-offload-gb)")
-    if channels > _MOST_CHANNELS:
+    if channels > GRAPH_CHANNELS:
         return Lack(f"with {channels} channels per rank, launches take less time than kernels")
     return Lack()

@@ -9,6 +9,7 @@ of a decode is a measured value (`AutoencoderMemory.workspace`). Tests: tests/pl
 from dataclasses import dataclass, replace
 from typing import Final
 
+from vllm_omni.model_executor.vllm_model import GRAPH_CHANNELS
 from vllm_omni.planning.stream_model import BF16, ParallelSplit, StreamModel
 
 GPU_BYTES: Final = {"H200": 150.1e9, "H100": 85.0e9}
@@ -116,10 +117,13 @@ def _modulation_bytes(model: StreamModel, split: ParallelSplit) -> float:
 
 def _graph_bytes(model: StreamModel, split: ParallelSplit) -> float:
     """Return the size in bytes of the second copy of a chunk's modulation and prompt K/V, which
-    CUDA graphs read. All sessions share this copy. The copy of a narrow network, which uses graphs
-    without a request, is small and not counted.
+    CUDA graphs read. All sessions share this copy.
+
+    On one GPU, the copy is counted only if graphs are requested, because the copy of a network that
+    uses graphs without a request is small.
     """
-    if not model.cuda_graphs:
+    by_default = split.ranks > 1 and model.dim / split.ranks <= GRAPH_CHANNELS
+    if not (model.cuda_graphs or by_default):
         return 0.0
     return _modulation_bytes(model, split) + _cross_kv_bytes(model, split) / model.in_flight
 
