@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.scheduling import new_request, run_to_end
 
+from vllm_omni.core.step_protocol import SchedulerNote
 from vllm_omni.outputs import RequestFailed
 
 FAMILIES = ("lingbot_world", "dreamx_world", "abot_world", "matrix_game", "causal_wan")
@@ -63,3 +64,29 @@ def test_a_short_first_chunk_keeps_its_clean_context_pass(
     assert [chunk(runner, "lingbot_world", "a", index)[0] for index in (0, 1)] == [2, 2]
     full = make_runner(lingbot_world, SIZE | {"model": {**model, "first_chunk_steps": 2}})
     assert [chunk(full, "lingbot_world", "a", index)[0] for index in (0, 1)] == [3, 2]
+
+
+@pytest.mark.parametrize(("first_chunk_steps", "applied"), [(1, False), (2, False), (3, True)])
+def test_a_late_first_chunk_has_the_smaller_number_of_steps(
+    make_runner: Any, lingbot_world: Path, first_chunk_steps: int, applied: bool
+) -> None:
+    """A first chunk with the `fewer_steps` degradation has at most the two steps of the `realtime`
+    preset, at the preset's noise levels. Its result names the degradation only if the chunk would
+    have had more steps without it.
+    """
+    model = {"first_chunk_steps": first_chunk_steps}
+    ladder = SIZE | {"scheduling": "deadline", "degradations": ["fewer_steps"], "model": model}
+    image = torch.arange(64 * 96 * 3).view(64, 96, 3).to(torch.uint8)
+    found = []
+    for options in (ladder, SIZE | {"model": {"max_steps": min(first_chunk_steps, 2)}}):
+        runner = make_runner(lingbot_world, options)
+        fields = {"prompt": "a beach", "seed": 4, "actions": [["w"]] * 3, "output": "latents"}
+        data = new_request("r", {"image": image}, session_id="a", chunk_index=0, **fields)
+        if options is ladder:
+            assert data.pooling_params is not None
+            note = SchedulerNote(degradations=["fewer_steps"])
+            data.pooling_params = note.attach_to_params(data.pooling_params)
+        found.append(run_to_end(runner, data)["r"])
+    (meta, made), (_, expected) = found
+    assert meta.get("degradations") == (["fewer_steps"] if applied else None)
+    assert torch.equal(made["latents"], expected["latents"])

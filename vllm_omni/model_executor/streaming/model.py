@@ -199,11 +199,18 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         """Return the denoise steps of a chunk: `schedule`, or fewer steps if the chunk is a
         session's first one (`first_chunk_steps`) or would otherwise be late.
         """
-        if request.session.chunk_index == 0:
-            schedule = with_most_steps(schedule, self.options.first_chunk_steps)
-        if FEWER_STEPS not in request.degradations:
-            return schedule
-        return with_most_steps(schedule, degraded_steps(self.options))
+        first, degraded = self.options.first_chunk_steps, degraded_steps(self.options)
+        most = schedule.num_steps
+        if request.session.chunk_index == 0 and first is not None:
+            most = min(most, first)
+        if FEWER_STEPS in request.degradations:
+            if degraded is not None and degraded < most:
+                most = degraded
+            else:  # the result must name only the degradations that were applied
+                request.degradations = tuple(
+                    name for name in request.degradations if name != FEWER_STEPS
+                )
+        return with_most_steps(schedule, most)
 
     def start_chunk(self, request: DiffusionRequest[Session, Chunk], chunk: Chunk) -> None:
         """Set the state of a chunk and its number of forward passes. Subclasses call this method in

@@ -88,8 +88,8 @@ class StreamingSetup(Generic[Config, Options]):
         parallel = parallel or ParallelContext.from_vllm(
             options.sequence_parallel, omni.vae_stage, omni.partition, omni.vae_parallel
         )
-        # A preset's `cuda_graphs` replaces only the limit of the width, whereas the user's value
-        # also overrides --enforce-eager.
+        # A preset's `cuda_graphs` replaces only the limit of the width, whereas a value from the
+        # user or the world description also overrides --enforce-eager.
         requested = omni.model.get("cuda_graphs")
         channels = 0 if options.cuda_graphs else stream.config.hidden_size // parallel.size
         compiled = compiles(options.compile, eager)

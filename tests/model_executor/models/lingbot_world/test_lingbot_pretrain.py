@@ -5,6 +5,7 @@ Other tests compare the computed values with recorded tensors.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -147,11 +148,16 @@ def test_attention_is_global_unless_a_window_is_set(checkpoint: Path, world: Lin
     )
 
 
-def test_indices_of_the_distilled_schedule_are_refused(checkpoint: Path) -> None:
-    omni = OmniConfig(height=HEIGHT, width=WIDTH, model={"denoise_indices": [0, 500]})
+@pytest.mark.parametrize(
+    "options", [{"denoise_indices": [0, 500]}, {"max_steps": 2}, {"first_chunk_steps": 2}]
+)
+def test_options_of_the_distilled_schedule_are_refused(
+    checkpoint: Path, options: dict[str, Any]
+) -> None:
+    omni = OmniConfig(height=HEIGHT, width=WIDTH, model=options)
     assert FAMILY.check_options is not None
     with pytest.raises(
         ValueError,
-        match="denoise_indices applies to distilled models; this one has 40 UniPC steps",
+        match=f"{next(iter(options))} applies to distilled models; this one has 40 UniPC steps",
     ):
         FAMILY.check_options(FAMILY.hf_config(checkpoint), omni)
