@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions whose first chunk has fewer denoise steps (`first_chunk_steps`), in the runner."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from helpers.scheduling import new_request, run_to_end
 
+from vllm_omni.config import Degradation
 from vllm_omni.core.step_protocol import SchedulerNote
 from vllm_omni.outputs import RequestFailed
 
@@ -16,8 +18,10 @@ WITHOUT_PROMPT, WITHOUT_ACTIONS = ("matrix_game",), ("causal_wan",)
 SIZE = {"height": 64, "width": 96}
 
 
-def chunk(runner: Any, family: str, session: str, index: int) -> tuple[int, torch.Tensor]:
-    """Return the number of forward passes and the latents of a chunk."""
+def made_chunk(
+    runner: Any, family: str, session: str, index: int, degradations: Sequence[Degradation] = ()
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return a chunk's metadata and latents."""
     fields: dict[str, Any] = {"output": "latents"}
     tensors = None
     if family not in WITHOUT_ACTIONS:
@@ -28,10 +32,20 @@ def chunk(runner: Any, family: str, session: str, index: int) -> tuple[int, torc
             image = torch.arange(64 * 96 * 3).view(64, 96, 3).to(torch.uint8)
             tensors = {"image": image}
     data = new_request("r", tensors, session_id=session, chunk_index=index, **fields)
+    if degradations:
+        assert data.pooling_params is not None
+        note = SchedulerNote(degradations=list(degradations))
+        data.pooling_params = note.attach_to_params(data.pooling_params)
     result = run_to_end(runner, data)["r"]
     assert not isinstance(result, RequestFailed), result
     meta, made = result
-    return len(meta["timings_ms"]["steps"]), made["latents"].clone()
+    return meta, made["latents"].clone()
+
+
+def chunk(runner: Any, family: str, session: str, index: int) -> tuple[int, torch.Tensor]:
+    """Return the number of forward passes and the latents of a chunk."""
+    meta, latents = made_chunk(runner, family, session, index)
+    return len(meta["timings_ms"]["steps"]), latents
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -76,17 +90,8 @@ def test_a_late_first_chunk_has_the_smaller_number_of_steps(
     """
     model = {"first_chunk_steps": first_chunk_steps}
     ladder = SIZE | {"scheduling": "deadline", "degradations": ["fewer_steps"], "model": model}
-    image = torch.arange(64 * 96 * 3).view(64, 96, 3).to(torch.uint8)
-    found = []
-    for options in (ladder, SIZE | {"model": {"max_steps": min(first_chunk_steps, 2)}}):
-        runner = make_runner(lingbot_world, options)
-        fields = {"prompt": "a beach", "seed": 4, "actions": [["w"]] * 3, "output": "latents"}
-        data = new_request("r", {"image": image}, session_id="a", chunk_index=0, **fields)
-        if options is ladder:
-            assert data.pooling_params is not None
-            note = SchedulerNote(degradations=["fewer_steps"])
-            data.pooling_params = note.attach_to_params(data.pooling_params)
-        found.append(run_to_end(runner, data)["r"])
-    (meta, made), (_, expected) = found
+    late = make_runner(lingbot_world, ladder)
+    meta, latents = made_chunk(late, "lingbot_world", "a", 0, ["fewer_steps"])
     assert meta.get("degradations") == (["fewer_steps"] if applied else None)
-    assert torch.equal(made["latents"], expected["latents"])
+    few = make_runner(lingbot_world, SIZE | {"model": {"max_steps": min(first_chunk_steps, 2)}})
+    assert torch.equal(latents, made_chunk(few, "lingbot_world", "a", 0)[1])

@@ -171,8 +171,8 @@ def _fullest_ranks(model: StreamModel, split: ParallelSplit) -> list[_Rank]:
         ((True, True),) if split.layer_stages == 1 else ((True, False), (False, True))
     ):
         transient = workspace if last and not split.vae_stage else 0.0
-        fixed = weight_bytes(model, split, first_stage=first) + transient
-        fixed += _graph_bytes(model, split)
+        weights = weight_bytes(model, split, first_stage=first)
+        fixed = weights + _graph_bytes(model, split) + transient
         found.append(_Rank(fixed, session_bytes(model, split, last_stage=last)))
     if split.vae_stage:
         cache = model.autoencoder.decoder_cache * model.area / split.decode_ranks

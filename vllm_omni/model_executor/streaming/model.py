@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from vllm_omni.actions import ActionSpace
-from vllm_omni.config import OmniConfig
+from vllm_omni.config import Degradation, OmniConfig
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.interfaces import (
@@ -206,11 +206,17 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         if FEWER_STEPS in request.degradations:
             if degraded is not None and degraded < most:
                 most = degraded
-            else:  # the result must name only the degradations that were applied
-                request.degradations = tuple(
-                    name for name in request.degradations if name != FEWER_STEPS
-                )
+            else:
+                self._not_degraded(request, FEWER_STEPS)
         return with_most_steps(schedule, most)
+
+    def _not_degraded(
+        self, request: DiffusionRequest[Session, Chunk], degradation: Degradation
+    ) -> None:
+        """Remove a degradation from a request, because the result must name only those that were
+        applied.
+        """
+        request.degradations = tuple(name for name in request.degradations if name != degradation)
 
     def start_chunk(self, request: DiffusionRequest[Session, Chunk], chunk: Chunk) -> None:
         """Set the state of a chunk and its number of forward passes. Subclasses call this method in
@@ -415,8 +421,7 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         session, chunk, meta = request.session, request.work, self.result_meta(request)
         decoder = None if session.shape.output == "latents" else self.decoder_of(request)
         if decoder is None or not decoder.can_be_tiny(session.decoder_cache):
-            # the result must name only the degradations that were applied
-            request.degradations = tuple(name for name in request.degradations if name != TINY_VAE)
+            self._not_degraded(request, TINY_VAE)
         if session.shape.output == "latents":
             return meta, chunk.latent_results(session.shape)
         assert decoder is not None, "ranks of the last stage decode: one, or all of them together"

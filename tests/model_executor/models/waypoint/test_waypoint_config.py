@@ -131,7 +131,13 @@ def test_controls_are_mouse_then_buttons_then_wheel() -> None:
 def test_options_for_values_that_the_checkpoint_fixes_are_refused() -> None:
     checkpoint = {"transformer": RELEASED}
     assert read_stream(checkpoint, OmniConfig(model={"cuda_graphs": True})).options.cuda_graphs
-    for name, value in (("window_frames", 4), ("decoder", "tiny"), ("first_chunk_steps", 1)):
+    fixed = {
+        "window_frames": 4,
+        "decoder": "tiny",
+        "sequence_parallel": True,
+        "first_chunk_steps": 1,
+    }
+    for name, value in fixed.items():
         with pytest.raises(
             ValueError,
             match=f"remove {name}: this model's checkpoint fixes latent_frames",
