@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import quick_spawn
+from helpers.cpu_build import refuse_cpu_worker
 from hypothesis import settings
 
 from vllm_omni.model_executor.models.registry import get_family
@@ -50,7 +51,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Start engines from the fork server under `make test`, and pin workers to GPUs under `make
     test-cuda`.
     """
-    if torch.version.cuda is None and "not nightly" in config.option.markexpr:
+    if torch.version.cuda is not None:
+        refuse_cpu_worker()
+    elif "not nightly" in config.option.markexpr:
         quick_spawn.install()
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker and _runs_cuda_tests(config):

@@ -183,3 +183,28 @@ def test_clients_need_no_torch(client: str) -> None:
         timeout=seconds(300),
     )
     assert output.stdout.split() == ["False", "True"]
+
+
+def test_a_process_that_tests_cuda_cannot_import_the_cpu_worker() -> None:
+    """After `refuse_cpu_worker`, an import of vLLM's CPU worker fails with the reason, and torch is
+    unchanged. Without it, the import replaces torch's events.
+    """
+    program = (
+        "import sys, torch; sys.path.insert(0, sys.argv[1]); from helpers import cpu_build\n"
+        "if sys.argv[2] == 'refuse': cpu_build.refuse_cpu_worker()\n"
+        "try: import vllm.v1.worker.cpu_worker\n"
+        "except ImportError as error: print(error)\n"
+        "print(torch.cuda.Event.__module__)"
+    )
+
+    def run(refused: str) -> list[str]:
+        command = [sys.executable, "-c", program, str(PACKAGE.parent / "tests"), refused]
+        output = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=seconds(120)
+        )
+        return output.stdout.splitlines()
+
+    assert run("allow")[-1] == "vllm.v1.worker.cpu.shm"
+    reason, module = run("refuse")[-2:]
+    assert "replaces torch.cuda's streams and events" in reason and "on_cpu" in reason
+    assert module == "torch.cuda.streams"

@@ -57,6 +57,19 @@ def is_bare_sleep(call: ast.Call) -> bool:
     return has_number and ast.unparse(call.args[0]) != "0"
 
 
+def imports_at_the_top(path: Path) -> set[str]:
+    """Return the modules that are imported together with this file, including each name of a
+    `from` import, which may be a module.
+    """
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
 def imported(path: Path) -> frozenset[str]:
     return info(path).imported
 
@@ -106,6 +119,18 @@ def test_tests_contain_no_bare_sleeps() -> None:
         f"{path.relative_to(TESTS)}:{line}" for path in files for line in info(path).bare_sleeps
     ]
     assert found == []
+
+
+def test_no_test_file_imports_the_cpu_worker_at_its_top() -> None:
+    """Collecting the tests does not import vLLM's CPU worker, which replaces `torch.cuda`'s streams
+    and events.
+    """
+    assert [
+        f"{path.relative_to(TESTS)} imports {name}"
+        for path in TESTS.rglob("*.py")
+        for name in imports_at_the_top(path)
+        if name.endswith(".cpu_worker") or name.startswith("vllm.v1.worker.cpu.")
+    ] == []
 
 
 def test_parallel_runs_keep_files_whole() -> None:

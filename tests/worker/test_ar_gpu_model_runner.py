@@ -22,6 +22,7 @@ import pytest
 import torch
 from ar_steps import new_request, scheduler_output
 from helpers.ar_compatibility import feature
+from helpers.cpu_build import on_cpu
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -422,6 +423,7 @@ def test_fault_3_other_output_fields_do_not_change(generation: Any, asynchronous
     assert final.num_nans_in_logits == {"r": 3} and final.pooler_output is not None
 
 
+@on_cpu
 def test_fault_4_no_code_of_vllm_is_copied() -> None:
     """The workers call vLLM's `init_device` instead of copying it, and no six consecutive lines of
     vLLM code occur in this package's code.

@@ -10,16 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.cpu_build import on_cpu
 from helpers.logged import logged
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_omni.worker.diffusion import worker as diffusion_worker
 from vllm_omni.worker.diffusion.gpu_worker import DiffusionGPUWorker
-
-on_cpu = pytest.mark.skipif(
-    torch.version.cuda is not None, reason="vLLM's CPU worker needs its CPU build"
-)
-
 
 QUEUES = {"CUDA_SCALE_LAUNCH_QUEUES": "4x"}
 SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}

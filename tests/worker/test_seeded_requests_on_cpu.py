@@ -8,18 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.platforms import current_platform
+from helpers.cpu_build import on_cpu
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_omni.worker.ar.runner import ARModelRunnerV1Mixin
 
-if not current_platform.is_cpu():
-    pytest.skip("vLLM's CPU runner changes torch when it is imported", allow_module_level=True)
-
-from vllm_omni.worker.ar.cpu_worker import ARCPUModelRunner
+pytestmark = on_cpu
 
 
 def runner(unfinished: list[bool], generators: dict[int, torch.Generator]) -> Any:
+    from vllm_omni.worker.ar.cpu_worker import ARCPUModelRunner
+
     made: Any = ARCPUModelRunner.__new__(ARCPUModelRunner)
     made.input_batch = SimpleNamespace(num_reqs=len(unfinished), generators=generators)
     # The mask is longer than the batch.
