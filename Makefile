@@ -4,7 +4,7 @@
 # make durations     record in tests/durations.json which tests take half a second or more; `make check` leaves these out
 # make test          set up and run the test suite, without the nightly tests
 # make nightly       the slow tests; SHARD=3/8 runs the third of eight shards of them
-# make test-cuda     the tests that need a GPU, spread over the GPUs of the machine
+# make test-cuda     the tests that need a GPU, several side by side on each GPU of the machine
 # make lint          ruff and mypy
 # make docs          build the documentation site into build/site
 # make results       write the tables of measured results from benchmarks/results
@@ -59,10 +59,10 @@ nightly: setup
 	@$(VENV)/bin/python -m pytest -m nightly -rs $(SHARD_ARGS) $(PYTEST_ARGS)
 
 test-cuda: setup
-	@one=0; several=0; \
-	$(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "cuda and not several_gpus" $(PYTEST_ARGS) || one=$$?; \
-	$(VENV)/bin/python -m pytest -m "cuda and several_gpus" $(PYTEST_ARGS) || several=$$?; \
-	exit $$((one ? one : several))
+	@shared=0; alone=0; \
+	$(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "cuda and not (several_gpus or whole_gpu)" $(PYTEST_ARGS) || shared=$$?; \
+	$(VENV)/bin/python -m pytest -m "cuda and (several_gpus or whole_gpu)" $(PYTEST_ARGS) || alone=$$?; \
+	exit $$((shared ? shared : alone))
 
 lint: setup
 	@$(VENV)/bin/ruff check .

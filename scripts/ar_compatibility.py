@@ -31,10 +31,10 @@ COLUMNS = {"V1": "V1 runner (CPU, older CUDA configurations)", "V2": "V2 runner 
 
 HEAD = """# Features of vLLM that work with the AR worker
 
-Written by `scripts/ar_compatibility.py` from the outcome of the tests named in the last column; do not edit. A cell
-says how it was tested: in a **real engine** whose hidden states equal a transformers forward, or **mocked**: scheduler
-outputs made by hand over the hooks of the installed vLLM, where this machine cannot run the feature. "not run" means
-that the test exists and needs hardware it has not met yet.
+`scripts/ar_compatibility.py` writes this page from the outcomes of the tests in the last column; do not edit it. Each
+cell states how the feature was tested. **Real engine**: an engine returned the same hidden states as a forward pass of
+Hugging Face Transformers. **Mocked**: the installed vLLM's model runner received handwritten scheduler outputs, because
+the feature needs other hardware. **Not run**: the test has not run yet, because it needs other hardware.
 
 """  # noqa: E501
 

@@ -25,6 +25,7 @@ import torch
 from helpers import quick_spawn
 from helpers.cpu_build import refuse_cpu_worker
 from hypothesis import settings
+from vllm import envs
 
 from vllm_omni.model_executor.models.registry import get_family
 
@@ -41,6 +42,8 @@ _ENGINE_STARTERS = frozenset({"running_engine", "shared_engine", "AsyncLLM", "LL
 """
 _INIT_PORT_FILE = "dist-init"
 _RARE_COLLECTIONS = (10_000, 10, 10)
+_CUDA_PROCESSES_PER_GPU = 5
+_CORES_PER_CUDA_PROCESS = 3
 
 
 def _runs_cuda_tests(config: pytest.Config) -> bool:
@@ -48,8 +51,11 @@ def _runs_cuda_tests(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start engines from the fork server under `make test`, and pin workers to GPUs under `make
-    test-cuda`.
+    """Start engines from the fork server under `make test`. Under `make test-cuda`, give each
+    pytest-xdist process a GPU and a folder for vLLM's caches.
+
+    The processes must not share vLLM's caches, because vLLM writes compiled graphs in place, so
+    another process could read an incomplete file.
     """
     if torch.version.cuda is not None:
         refuse_cpu_worker()
@@ -60,25 +66,34 @@ def pytest_configure(config: pytest.Config) -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpus = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)]
+        os.environ["VLLM_CACHE_ROOT"] = str(Path(envs.VLLM_CACHE_ROOT) / "tests" / worker)
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the number of test processes: one per GPU for `make test-cuda`, otherwise three.
+    """Return the number of test processes.
 
-    Three processes keep two cores busy, because server tests spend time waiting for timeouts and
-    paced streams. On a CUDA build, other test runs use one process, because an engine reserves most
-    of a GPU's memory.
+    `make test-cuda` uses up to five processes per GPU, because its engines reserve little memory
+    and mostly wait for the CPU, which imports and compiles. On a CUDA build, other test runs use
+    one process, because an engine reserves most of a GPU's memory. On a CPU, three processes keep
+    two cores busy, because server tests spend time waiting for timeouts and paced streams.
     """
     if _runs_cuda_tests(config):
-        return torch.cuda.device_count()
+        num_gpus = torch.cuda.device_count()
+        most = (os.cpu_count() or 1) // _CORES_PER_CUDA_PROCESS
+        return max(num_gpus, min(num_gpus * _CUDA_PROCESSES_PER_GPU, most))
     return 0 if torch.version.cuda is not None else 3
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import the engine tests when they are deselected."""
-    deselected = "not engine" in config.option.markexpr
-    return True if deselected and collection_path == config.rootpath / _ENGINE_FOLDER else None
+    """Do not import the engine tests, or files without CUDA tests, when they are deselected."""
+    if collection_path.is_dir():
+        deselected = "not engine" in config.option.markexpr
+        deselected &= collection_path == config.rootpath / _ENGINE_FOLDER
+    else:
+        is_test = collection_path.match("test_*.py") and _runs_cuda_tests(config)
+        deselected = is_test and "mark.cuda" not in collection_path.read_text()
+    return True if deselected else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

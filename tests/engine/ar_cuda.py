@@ -45,6 +45,7 @@ IEEE_PRODUCTS = {"TRITON_F32_DEFAULT": "ieee"}
 """Environment variable for the worker that makes Triton multiply fp32 values in full fp32
 precision.
 """
+FINAL = RequestOutputKind.FINAL_ONLY
 WIDTH = 256
 """Hidden size of the model that `write_model` writes."""
 PROMPTS = [
@@ -199,6 +200,23 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+def check_all_modes(
+    engine: Engine, reference: Reference, layers: tuple[int, ...] = (0, 2, -1)
+) -> None:
+    """Check a batch of requests with and without hidden states, whose prompts are prefilled in
+    chunks.
+    """
+    modes = ["all", None, "generated", "last"]
+    requests = [
+        (PROMPTS[3], params(mode, layers, max_tokens=12, output_kind=FINAL)) for mode in modes
+    ]
+    for mode, [output] in zip(modes, engine.run(*requests), strict=True):
+        if mode is None:
+            assert hidden_states_of(output) is None
+        else:
+            reference.check(output, mode, layers)
+
+
 def check_ngram_drafts(model: Path, reference: Reference, runner: str) -> None:
     """With ngram drafts computed on the GPU, check that only accepted tokens have hidden states and
     that these hidden states match those of Hugging Face Transformers.
@@ -211,7 +229,7 @@ def check_ngram_drafts(model: Path, reference: Reference, runner: str) -> None:
     }
     with Engine(model, runner, speculative_config=speculative) as running:
         for mode in ("all", "generated", "last"):
-            requested = params(mode, max_tokens=40, output_kind=RequestOutputKind.FINAL_ONLY)
+            requested = params(mode, max_tokens=40, output_kind=FINAL)
             [[output]] = running.run((PROMPTS[3], requested))
             reference.check(output, mode)
 

@@ -1,31 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AR worker on CUDA: both of vLLM's model runners (V1 and V2), async scheduling, CUDA graphs,
-speculative decoding and adapters.
+"""The AR worker on CUDA with both of vLLM's model runners (V1 and V2), async scheduling and CUDA
+graphs.
 
-The file starts only five engines, because starting an engine takes most of a test's time.
-test_ar_features_cuda.py covers the features that need additional engines.
+All tests share one engine per model runner, because starting an engine takes most of a test's time.
+The other `test_ar_*_cuda.py` files test features that need other engines. They are separate files
+because `make test-cuda` runs files side by side.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from ar_cuda import (
-    PROMPTS,
-    WIDTH,
-    Engine,
-    Reference,
-    check_ngram_drafts,
-    write_adapter,
-    write_model,
-)
-from ar_eagle import BLOCKS, DRAFTER_LAYERS, write_eagle3_drafter
+from ar_cuda import FINAL, PROMPTS, WIDTH, Engine, Reference
 from ar_engine import params
 from helpers.ar_compatibility import feature
 from vllm.config import CompilationMode, CUDAGraphMode
-from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from vllm_omni.hidden_states import concat, hidden_states_of
@@ -36,39 +26,15 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-FINAL = RequestOutputKind.FINAL_ONLY
 MAX_BYTES = 260 * 3 * WIDTH * 2
 """Byte limit of the shared engines: 260 hidden states of three layers."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("cuda_language_model"))
-
-
 @pytest.fixture(scope="module", params=["V2", "V1"])
-def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[Engine]:
-    with Engine(model, request.param, {"max_hidden_states_bytes": MAX_BYTES}) as running:
+def engine(request: pytest.FixtureRequest, cuda_language_model: Path) -> Iterator[Engine]:
+    limit = {"max_hidden_states_bytes": MAX_BYTES}
+    with Engine(cuda_language_model, request.param, limit) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def exact(model: Path) -> Iterator[Engine]:
-    """An fp32 engine with vLLM's V2 model runner. Its tokens and hidden states can be compared
-    between runs.
-    """
-    with Engine(model, "V2", dtype="float32") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def reference(model: Path) -> Reference:
-    return Reference(model)
-
-
-@pytest.fixture(scope="module")
-def exact_reference(model: Path) -> Reference:
-    return Reference(model, dtype=torch.float32)
 
 
 @feature("async scheduling", "V2")
@@ -193,132 +159,3 @@ def test_the_byte_limit_fails_only_its_request(engine: Engine, reference: Refere
     assert len(outputs[1][0].outputs[0].token_ids) > 200
     reference.check(outputs[2][0], layers=layers)
     reference.check(outputs[3][0], "generated", layers)
-
-
-def test_hidden_states_in_fp32_equal_transformers(
-    exact: Engine, exact_reference: Reference
-) -> None:
-    """In fp32, the hidden states of two layers match those of Hugging Face Transformers to within
-    1e-3, for prompt tokens and generated tokens.
-    """
-    requested = params("all", (2, -1), max_tokens=12, output_kind=FINAL)
-    for [output] in exact.run((PROMPTS[0], requested), (PROMPTS[3], requested)):
-        exact_reference.check(output, layers=(2, -1))
-
-
-@feature("mixed batches", "V2")
-def test_requests_without_hidden_states_are_unchanged(
-    exact: Engine, exact_reference: Reference
-) -> None:
-    """A request without hidden states is unaffected by requests with hidden states in its batch.
-
-    Its output has the same tokens as when the request runs by itself, and no hidden states.
-    """
-    alone = [
-        exact.run((prompt, params(None, output_kind=FINAL)))[0][0].outputs[0].token_ids
-        for prompt in PROMPTS[:3]
-    ]
-    requested: list[tuple[str | None, tuple[int, ...]]]
-    requested = [
-        ("all", (-1,)),
-        (None, ()),
-        ("generated", (2,)),
-        (None, ()),
-        ("last", (-1,)),
-        (None, ()),
-    ]
-    sampling = [params(mode, layers, output_kind=FINAL) for mode, layers in requested]
-    outputs = exact.run(*((PROMPTS[i // 2], sampling[i]) for i in range(6)))
-    for i, ([output], (mode, layers)) in enumerate(zip(outputs, requested, strict=True)):
-        assert output.outputs[0].token_ids == alone[i // 2]
-        if mode is None:
-            assert hidden_states_of(output) is None
-        else:
-            exact_reference.check(output, mode, layers)
-
-
-@feature("logprobs, penalties, seeds", "V2")
-def test_other_sampling_options_are_unchanged(exact: Engine, exact_reference: Reference) -> None:
-    """A seeded request with all sampling options returns the same tokens and probabilities with and
-    without hidden states. Its prompt is prefilled in four chunks.
-    """
-    options: dict[str, Any] = {"temperature": 0.8, "seed": 3, "logprobs": 2, "prompt_logprobs": 1}
-    options |= {
-        "repetition_penalty": 1.2,
-        "presence_penalty": 0.3,
-        "min_tokens": 3,
-        "output_kind": FINAL,
-    }
-    [[plain]] = exact.run((PROMPTS[3], params(None, **options)))
-    [[output]] = exact.run((PROMPTS[3], params("all", **options)))
-    assert plain.outputs[0].token_ids == output.outputs[0].token_ids
-    assert plain.outputs[0].cumulative_logprob == pytest.approx(
-        output.outputs[0].cumulative_logprob, abs=1e-2
-    )
-    assert [len(at) for at in output.outputs[0].logprobs or []] == [
-        len(at) for at in plain.outputs[0].logprobs or []
-    ]
-    assert len(output.prompt_logprobs or []) == len(output.prompt_token_ids)
-    exact_reference.check(output)
-
-
-@feature("stop strings", "V2")
-@pytest.mark.parametrize("mode", ["all", "last"])
-def test_a_stop_string_cuts_hidden_states_with_tokens(
-    exact: Engine, exact_reference: Reference, mode: str
-) -> None:
-    """When the front end detects a stop string, it truncates the tokens and the hidden states. The
-    last remaining token has no hidden state.
-    """
-    [[free]] = exact.run((PROMPTS[0], params(None, max_tokens=30, output_kind=FINAL)))
-    stop = next(part for part in free.outputs[0].text[2:] if part.isascii() and part.isprintable())
-    [[output]] = exact.run(
-        (PROMPTS[0], params(mode, max_tokens=30, stop=[stop], output_kind=FINAL))
-    )
-    assert output.outputs[0].finish_reason == "stop" and output.outputs[0].stop_reason == stop
-    exact_reference.check(output, mode)
-
-
-@feature("speculative decoding (ngram)", "V2")
-def test_rejected_drafts_have_no_hidden_states(model: Path, reference: Reference) -> None:
-    check_ngram_drafts(model, reference, "V2")
-
-
-@feature("speculative decoding (EAGLE-3, its layers)", "V2")
-def test_a_drafter_and_requests_read_the_same_layers(tmp_path: Path) -> None:
-    """The hidden states of accepted tokens are correct, even for layers that the drafter also
-    reads.
-
-    The engine runs in fp32, because wrong hidden states stand out clearly in that precision.
-    """
-    model = write_model(tmp_path / "model", num_hidden_layers=BLOCKS)
-    drafter = write_eagle3_drafter(model, tmp_path / "drafter")
-    speculative = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 2}
-    layers = {"hidden_state_layers": list(DRAFTER_LAYERS)}
-    reference = Reference(model, dtype=torch.float32)
-    with Engine(model, "V2", layers, dtype="float32", speculative_config=speculative) as running:
-        for mode in ("all", "generated", "last"):
-            requested = params(mode, (2, 5, -1), max_tokens=24, output_kind=FINAL)
-            [[output]] = running.run((PROMPTS[3], requested))
-            reference.check(output, mode, (2, 5, -1))
-
-
-@feature("LoRA", "V2")
-def test_hidden_states_include_the_adapter(
-    model: Path, reference: Reference, tmp_path: Path
-) -> None:
-    """In a batch of requests with and without an adapter, the hidden states of each request match
-    those of Hugging Face Transformers with the same adapter or none.
-    """
-    adapted = Reference(model, write_adapter(model, tmp_path / "adapter"))
-    request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
-    lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "enforce_eager": True}
-    with Engine(model, "V2", **lora) as running:
-        requested = params("all", (2, -1), max_tokens=8, output_kind=FINAL)
-        [with_adapter], [without] = running.run(
-            (PROMPTS[3], requested, request), (PROMPTS[3], requested)
-        )
-        adapted.check(with_adapter, layers=(2, -1))
-        reference.check(without, layers=(2, -1))
-        with pytest.raises(AssertionError, match="relative error"):
-            reference.check(with_adapter, layers=(2, -1))

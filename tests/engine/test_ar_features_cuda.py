@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AR worker on CUDA with features that each require a separate engine: vLLM's V1 model runner,
-images, and several GPUs.
+"""The AR worker on CUDA with features that each require a separate engine, such as images, adapters
+and several GPUs.
 """
 
 import asyncio
@@ -9,16 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-from ar_cuda import PROMPTS, SHARED_GPU, Engine, Reference, check_ngram_drafts, write_model
+from ar_cuda import (
+    FINAL,
+    PROMPTS,
+    SHARED_GPU,
+    Engine,
+    Reference,
+    check_all_modes,
+    write_adapter,
+)
 from ar_engine import params
 from ar_torchrun import run_two_ranks
 from helpers.ar_compatibility import feature
-from vllm.sampling_params import RequestOutputKind
+from vllm.lora.request import LoRARequest
 
 from vllm_omni.hidden_states import hidden_states_of
 
 TORCHRUN_LIMIT_S = 120
-LIMIT_S = 180
+LIMIT_S = 300
 """Timeout in seconds for a test whose engine compiles its model."""
 
 pytestmark = [
@@ -28,44 +36,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-
-FINAL = RequestOutputKind.FINAL_ONLY
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("cuda_language_model"))
-
-
-@pytest.fixture(scope="module")
-def reference(model: Path) -> Reference:
-    return Reference(model)
-
-
-def check_all_modes(
-    engine: Engine, reference: Reference, layers: tuple[int, ...] = (0, 2, -1)
-) -> None:
-    """Check a batch of requests with and without hidden states, whose prompts are prefilled in
-    chunks.
-    """
-    modes = ["all", None, "generated", "last"]
-    requests = [
-        (PROMPTS[3], params(mode, layers, max_tokens=12, output_kind=FINAL)) for mode in modes
-    ]
-    for mode, [output] in zip(modes, engine.run(*requests), strict=True):
-        if mode is None:
-            assert hidden_states_of(output) is None
-        else:
-            reference.check(output, mode, layers)
-
-
-def test_rejected_drafts_have_no_hidden_states_on_v1(model: Path, reference: Reference) -> None:
-    check_ngram_drafts(model, reference, "V1")
-
-
-def test_hidden_states_in_fp32_equal_transformers_on_v1(model: Path) -> None:
-    with Engine(model, "V1", dtype="float32") as running:
-        check_all_modes(running, Reference(model, dtype=torch.float32))
 
 
 @feature("M-RoPE and multimodal inputs (Qwen2-VL)", "V2")
@@ -82,11 +52,11 @@ def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @feature("worker without the scheduler", "V2")
-def test_the_worker_brings_its_scheduler(model: Path) -> None:
+def test_the_worker_brings_its_scheduler(cuda_language_model: Path) -> None:
     """The worker selects its scheduler, so hidden states are returned even if `scheduler_cls` is
     not set.
     """
-    with Engine(model, "V2", scheduler_cls=None, enforce_eager=True) as running:
+    with Engine(cuda_language_model, "V2", scheduler_cls=None, enforce_eager=True) as running:
         requested, plain = running.run(
             *((PROMPTS[0], params(mode, output_kind=FINAL)) for mode in ("all", None))
         )
@@ -96,18 +66,41 @@ def test_the_worker_brings_its_scheduler(model: Path) -> None:
 
 
 @feature("scheduler without the worker", "V2")
-def test_without_the_worker_requests_get_their_text(model: Path) -> None:
-    with Engine(model, "V2", worker_cls="auto", enforce_eager=True) as running:
+def test_without_the_worker_requests_get_their_text(cuda_language_model: Path) -> None:
+    with Engine(cuda_language_model, "V2", worker_cls="auto", enforce_eager=True) as running:
         [[output]] = running.run((PROMPTS[0], params("all", output_kind=FINAL)))
         assert output.outputs[0].finish_reason == "length" and hidden_states_of(output) is None
+
+
+@feature("LoRA", "V2")
+def test_hidden_states_include_the_adapter(
+    cuda_language_model: Path, reference: Reference, tmp_path: Path
+) -> None:
+    """In a batch of requests with and without an adapter, the hidden states of each request match
+    those of Hugging Face Transformers with the same adapter or none.
+    """
+    adapted = Reference(
+        cuda_language_model, write_adapter(cuda_language_model, tmp_path / "adapter")
+    )
+    request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
+    lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "enforce_eager": True}
+    with Engine(cuda_language_model, "V2", **lora) as running:
+        requested = params("all", (2, -1), max_tokens=8, output_kind=FINAL)
+        [with_adapter], [without] = running.run(
+            (PROMPTS[3], requested, request), (PROMPTS[3], requested)
+        )
+        adapted.check(with_adapter, layers=(2, -1))
+        reference.check(without, layers=(2, -1))
+        with pytest.raises(AssertionError, match="relative error"):
+            reference.check(with_adapter, layers=(2, -1))
 
 
 @pytest.mark.several_gpus
 @two_gpus
 @feature("tensor parallelism (TP 2)", "V2")
-def test_two_tensor_ranks(model: Path, reference: Reference) -> None:
+def test_two_tensor_ranks(cuda_language_model: Path, reference: Reference) -> None:
     """With two tensor-parallel ranks, only the rank that returns outputs copies hidden states."""
-    with Engine(model, "V2", tensor_parallel_size=2) as running:
+    with Engine(cuda_language_model, "V2", tensor_parallel_size=2) as running:
         check_all_modes(running, reference)
         ranks = running.loop.run_until_complete(
             running.engine.collective_rpc("hidden_states_stats")
@@ -118,22 +111,22 @@ def test_two_tensor_ranks(model: Path, reference: Reference) -> None:
 @pytest.mark.several_gpus
 @two_gpus
 @feature("pipeline parallelism (PP 2)", "V2")
-def test_two_stages(model: Path, reference: Reference) -> None:
+def test_two_stages(cuda_language_model: Path, reference: Reference) -> None:
     """With two pipeline stages, the stage that runs layer 0 or 2 retains the hidden states of that
     layer.
 
     The first stage sends the hidden states of its layers to the last stage as intermediate tensors.
     """
-    with Engine(model, "V2", pipeline_parallel_size=2) as running:
+    with Engine(cuda_language_model, "V2", pipeline_parallel_size=2) as running:
         check_all_modes(running, reference)
 
 
 @pytest.mark.several_gpus
 @two_gpus
 @feature("data parallelism (DP 2)", "V2")
-def test_two_engines(model: Path, reference: Reference) -> None:
+def test_two_engines(cuda_language_model: Path, reference: Reference) -> None:
     """With two data-parallel engines, requests on both engines receive their hidden states."""
-    with Engine(model, "V2", data_parallel_size=2) as running:
+    with Engine(cuda_language_model, "V2", data_parallel_size=2) as running:
 
         async def one(prompt: str, rank: int) -> Any:
             sampling = params("all", output_kind=FINAL)
@@ -154,33 +147,35 @@ def test_two_engines(model: Path, reference: Reference) -> None:
 @pytest.mark.several_gpus
 @two_gpus
 @feature("external launcher (torchrun, TP 2)", "V2")
-def test_torchrun_tensor_parallel(model: Path, tmp_path: Path) -> None:
+def test_torchrun_tensor_parallel(cuda_language_model: Path, tmp_path: Path) -> None:
     """Under torchrun with tensor parallelism, every rank runs its own engine and returns the same
     hidden states.
     """
-    torchrun(model, tmp_path, "tensor_parallel_size", "V2")
+    torchrun(cuda_language_model, tmp_path, "tensor_parallel_size", "V2")
 
 
 @pytest.mark.several_gpus
 @two_gpus
-def test_torchrun_tensor_parallel_on_v1(model: Path, tmp_path: Path) -> None:
-    torchrun(model, tmp_path, "tensor_parallel_size", "V1")
+def test_torchrun_tensor_parallel_on_v1(cuda_language_model: Path, tmp_path: Path) -> None:
+    torchrun(cuda_language_model, tmp_path, "tensor_parallel_size", "V1")
 
 
 @pytest.mark.several_gpus
 @two_gpus
-def test_torchrun_pipeline_parallel_on_v1(model: Path, tmp_path: Path) -> None:
+def test_torchrun_pipeline_parallel_on_v1(cuda_language_model: Path, tmp_path: Path) -> None:
     """Under torchrun with pipeline parallelism, the last stage broadcasts hidden states to the
     first stage over NCCL.
 
     Stock vLLM supports this only with its V1 model runner.
     """
-    torchrun(model, tmp_path, "pipeline_parallel_size", "V1")
+    torchrun(cuda_language_model, tmp_path, "pipeline_parallel_size", "V1")
 
 
-def torchrun(model: Path, tmp_path: Path, parallel: str, runner: str) -> None:
+def torchrun(cuda_language_model: Path, tmp_path: Path, parallel: str, runner: str) -> None:
     use_v2 = {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "V2" else "0"}
-    run_two_ranks(TORCHRUN_SCRIPT, tmp_path, [str(model), parallel], TORCHRUN_LIMIT_S, **use_v2)
+    run_two_ranks(
+        TORCHRUN_SCRIPT, tmp_path, [str(cuda_language_model), parallel], TORCHRUN_LIMIT_S, **use_v2
+    )
 
 
 TORCHRUN_SCRIPT = """

@@ -186,6 +186,7 @@ def free_bytes() -> int:
 
 
 @pytest.mark.cuda
+@pytest.mark.whole_gpu
 @on_cuda
 def test_device_memory_is_mapped_as_the_buffer_grows() -> None:
     """Device memory is mapped at a fixed address, so captured graphs stay valid, and is released
@@ -223,6 +224,7 @@ def test_device_memory_is_mapped_as_the_buffer_grows() -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.whole_gpu
 @on_cuda
 def test_a_buffer_larger_than_the_device_fails_without_a_trace() -> None:
     """A buffer can reserve more address space than the device has memory. An attempt to grow the
