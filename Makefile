@@ -60,8 +60,8 @@ nightly: setup
 
 test-cuda: setup
 	@shared=0; alone=0; \
-	$(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "cuda and not (several_gpus or whole_gpu)" $(PYTEST_ARGS) || shared=$$?; \
-	$(VENV)/bin/python -m pytest -m "cuda and (several_gpus or whole_gpu)" $(PYTEST_ARGS) || alone=$$?; \
+	$(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "cuda and not whole_gpu" $(PYTEST_ARGS) || shared=$$?; \
+	$(VENV)/bin/python -m pytest -m "cuda and whole_gpu" $(PYTEST_ARGS) || alone=$$?; \
 	exit $$((shared ? shared : alone))
 
 lint: setup

@@ -52,7 +52,7 @@ def _runs_cuda_tests(config: pytest.Config) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start engines from the fork server under `make test`. Under `make test-cuda`, give each
-    pytest-xdist process a GPU and a folder for vLLM's caches.
+    pytest-xdist process its own first GPU, and a folder for vLLM's caches.
 
     The processes must not share vLLM's caches, because vLLM writes compiled graphs in place, so
     another process could read an incomplete file.
@@ -65,7 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if worker and _runs_cuda_tests(config):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpus = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)]
+        first = int(worker.removeprefix("gw")) % len(gpus)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
         os.environ["VLLM_CACHE_ROOT"] = str(Path(envs.VLLM_CACHE_ROOT) / "tests" / worker)
 
 

@@ -230,7 +230,6 @@ def _compare_on_gpus(rank: int, rendezvous: str, peers: bool) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("peers", [False, True], ids=["sent", "written"])
 def test_two_gpus_give_the_same_bits_in_both_orders(peers: bool, tmp_path: Path) -> None:
@@ -270,7 +269,6 @@ def _in_graphs(rank: int, rendezvous: str) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_a_graph_contains_exchanges_through_peer_memory(tmp_path: Path) -> None:
     run_ranks(_in_graphs, (str(tmp_path / "rendezvous"),), RANKS)

@@ -89,7 +89,6 @@ def _compare_graphs(rank: int, rendezvous: str, causal_wan: str, sequence_parall
 
 
 @pytest.mark.cuda
-@pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 def test_ranks_with_graphs_equal_ranks_without(

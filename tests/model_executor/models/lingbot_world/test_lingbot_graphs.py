@@ -157,7 +157,6 @@ def _compare_graphs(
 
 
 @pytest.mark.cuda
-@pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @KV_TYPES
 def test_ranks_with_graphs_equal_ranks_without(

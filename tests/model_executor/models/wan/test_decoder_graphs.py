@@ -220,7 +220,6 @@ def _check_on_devices(rank: int, size: int, rendezvous: str, release: str) -> No
 
 
 @pytest.mark.cuda
-@pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_bands_on_gpus_equal_plain_launches(tmp_path: Any, release: str) -> None:
     """Bands decoded on GPUs with CUDA graphs equal bands decoded without graphs. NCCL exchanges run
