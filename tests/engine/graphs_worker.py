@@ -14,6 +14,7 @@ class GraphsWorker(SharedGPUWorker):
         super().load_model(*args, **kwargs)
         self._transformer: Any = self.model_runner.network.transformer
         self._transformer.graphs = ForwardGraphs(capture=hold)
+        self.model_runner.model.warms_up_twice = True
 
     def graph_counts(self) -> list[int]:
         """Return the number of captured graphs and the number of pooled ring buffers. Tests call

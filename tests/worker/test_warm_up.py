@@ -86,6 +86,22 @@ def test_a_warm_up_runs_with_and_without_degradations(
         assert not runner.sessions.is_pinned(state.chunk.session.session_id)
 
 
+def test_a_warm_up_with_cuda_graphs_runs_a_second_session(
+    make_runner: Any, lingbot_world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With CUDA graphs, the warm-up runs two sessions. The second one captures the passes that the
+    first one ran only once, so no real session has to.
+    """
+    runner = make_runner(lingbot_world)
+    assert runner.model.warms_up_twice is False, "there are no CUDA graphs on a CPU"
+    chunks = len(runner.model.warmup_inputs())
+    for twice in (False, True):
+        monkeypatch.setattr(runner.model, "warms_up_twice", twice)
+        found = admitted(runner, monkeypatch)
+        warm_up(runner)
+        assert len(found) == (2 if twice else 1) * chunks
+
+
 @pytest.mark.parametrize(("where", "fails_at"), [("prepare_encode", 0), ("denoise_step", 2)])
 def test_a_failed_warm_up_ends_the_start(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch, where: str, fails_at: int

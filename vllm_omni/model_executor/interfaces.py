@@ -304,9 +304,17 @@ class SupportsStepExecution(Protocol[Session, Work]):
         """Update the chunk's session on this rank: its lengths, caches, camera and chunk index."""
 
     def warmup_inputs(self) -> list[Inputs]:
-        """Return the warm-up requests, which have the largest shape. The runner runs each of them
-        once, in order, in a temporary session.
+        """Return the warm-up requests, which have the largest shape. The runner runs them
+        once, in order, in each temporary session of the warm-up.
         """
+
+
+@runtime_checkable
+class WarmsUpTwice(Protocol):
+    """A model that can run its warm-up requests twice."""
+
+    warms_up_twice: bool
+    """Whether to run the warm-up requests in a second temporary session. Equal on all ranks."""
 
 
 @runtime_checkable

@@ -145,6 +145,9 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         self.omni, self.parallel, self.plan = setup.omni, setup.parallel, setup.plan
         self.kv_dtype = setup.kv_dtype
         self.fast_paths = setup.fast_paths
+        # A pass is captured the second time it runs, and if a session's first chunk has only one
+        # denoise step, this pass runs once per session.
+        self.warms_up_twice = setup.cuda_graphs
 
     # -- methods that each model implements --------------------------------------------------------
 

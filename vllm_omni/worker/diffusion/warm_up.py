@@ -23,6 +23,7 @@ from vllm_omni.model_executor.interfaces import (
     DiffusionRequest,
     LayeredModel,
     SupportsBatchedDecode,
+    WarmsUpTwice,
 )
 from vllm_omni.model_executor.layers.layer_moves import LayerMove, balanced_partition, stage_costs
 from vllm_omni.model_executor.requests import RequestState
@@ -69,6 +70,8 @@ def warm_up(runner: DiffusionGPUModelRunner, used_before: int = 0) -> float:
     budget = MemoryBudget(runner.vllm_config, runner.device, used_before)
     with budget.measure():
         session, _ = _run_session(runner)
+        if isinstance(runner.model, WarmsUpTwice) and runner.model.warms_up_twice:
+            _run_session(runner)
         if runner.omni.degradations:  # the first chunk uses all degradations, later ones none
             _run_session(runner, runner.omni.degradations)
     runner.sessions.max_bytes = runner.agreement.budget(
