@@ -345,6 +345,22 @@ def test_wrong_requests_are_refused(
     assert said in msgspec.json.decode(refused.value.read())["error"]["message"]
 
 
+def test_a_refused_reset_does_not_end_the_episode(serve: Serve) -> None:
+    """After a reset without the prompt that the model requires, the episode continues."""
+    server = serve()
+    env = connect(server, 1)
+    env.reset(seed=1)
+    assert isinstance(env._engine, RemoteEngine)
+    url = f"http://127.0.0.1:{server.port}/v1/environments/{env._engine._id}/reset"
+    body = b'{"episodes": [{"environment": 0}]}'
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request)
+    assert refused.value.code == 400
+    assert "needs a prompt" in msgspec.json.decode(refused.value.read())["error"]["message"]
+    assert env.step(rest(env))[4]["chunks"].tolist() == [2]
+
+
 def test_one_request_of_a_client_runs_at_a_time(serve: Serve) -> None:
     server = serve()
     env = connect(server, 1)

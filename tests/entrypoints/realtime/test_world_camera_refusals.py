@@ -45,57 +45,58 @@ def bent(row: int, column: int, value: float) -> np.ndarray:
     return bad
 
 
-@pytest.mark.parametrize(
-    ("fields", "code"),
-    [
-        ({"cameras": None}, "missing_camera"),
-        ({"cameras": {"poses": camera(9)["poses"]}}, "missing_camera"),
-        (
-            {"camera": camera(9), "cameras": poses(poses=bent(0, 3, 1.0))["cameras"]},
-            "invalid_camera",
-        ),
-        ({"actions": [["w"]] * 3}, "invalid_camera"),
-        (poses(poses=bent(0, 3, float("nan"))), "non_finite_pose"),
-        (poses(poses=bent(1, 3, float("inf"))), "non_finite_pose"),
-        (poses(poses=bent(1, 3, 1e30)), "invalid_camera"),
-        (poses(poses=bent(0, 0, 1.5)), "invalid_camera"),
-        (poses(poses=bent(0, 0, -1.0)), "invalid_camera"),
-        (poses(poses=bent(3, 3, 2.0)), "invalid_camera"),
-        (poses(poses=camera(10)["poses"]), "invalid_camera"),
-        (poses(poses=np.zeros((9, 3, 4), np.float32)), "invalid_camera"),
-        (poses(poses=np.zeros((9, 4, 4), bool)), "invalid_camera"),
-        (poses(poses=[[["1"] * 4] * 4] * 9), "invalid_camera"),
-        (poses(poses=[[[1.0] * 4] * 4, [[1.0] * 3]]), "invalid_camera"),
-        (poses(intrinsics=np.array([0.0, 1, 1, 1])), "invalid_camera"),
-        (poses(intrinsics=np.ones((8, 4))), "invalid_camera"),
-        ({"image": None}, "missing_image"),
-        ({"image": b"GIF89a" + bytes(40)}, "invalid_image"),
-        ({"image": b"\x89PNG\r\n\x1a\n"}, "invalid_image"),
-        ({"image": "file:///etc/passwd"}, "invalid_image"),
-        ({"image": "data:image/png;base64,%%%"}, "invalid_image"),
-        ({"image": np.zeros((8, 8), np.uint8)}, "invalid_image"),
-        ({"image": np.zeros((8, 8, 3), np.float32)}, "invalid_image"),
-        ({"image": np.zeros((0, 8, 3), np.uint8)}, "invalid_image"),
-        ({"extra_body": {"height": 32, "width": 40}}, "unsupported_size"),
-        ({"extra_body": {"height": 64, "width": 48}}, "unsupported_size"),
-        ({"extra_body": {"video_format": "gif"}}, "unsupported_codec"),
-        ({"extra_body": {"num_frames": 21}}, "invalid_camera"),
-        ({"extra_body": {"seed": -2}}, "invalid_request"),
-        ({"extra_body": {"fps": float("nan")}}, "invalid_request"),
-        ({"extra_body": {"height": "32"}}, "invalid_request"),
-        ({"extra_body": {"options": {"x": np.zeros(3)}}}, "invalid_request"),
-        ({"extra_body": []}, "invalid_request"),
-        ({"session_id": "a/b"}, "invalid_request"),
-        ({"session_id": "a", "extra_body": {"session_id": "b"}}, "invalid_request"),
-        ({"prompt": 5}, "invalid_request"),
-        ({"prompt": "x" * 9000}, "prompt_too_long"),
-        ({"endpoint": "dance"}, "unknown_endpoint"),
-        ({"endpoint": ["infer"]}, "unknown_endpoint"),
-        ({"chunk_index": 3}, "out_of_order"),
-        ({"endpoint": "branch", "session_id": "nobody"}, "session_evicted"),
-        ({"endpoint": "resume", "session_id": "nobody"}, "session_evicted"),
-    ],
-)
+BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
+    ({"cameras": None}, "missing_camera"),
+    ({"cameras": {"poses": camera(9)["poses"]}}, "missing_camera"),
+    (
+        {"camera": camera(9), "cameras": poses(poses=bent(0, 3, 1.0))["cameras"]},
+        "invalid_camera",
+    ),
+    ({"actions": [["w"]] * 3}, "invalid_camera"),
+    (poses(poses=bent(0, 3, float("nan"))), "non_finite_pose"),
+    (poses(poses=bent(1, 3, float("inf"))), "non_finite_pose"),
+    (poses(poses=bent(1, 3, 1e30)), "invalid_camera"),
+    (poses(poses=bent(0, 0, 1.5)), "invalid_camera"),
+    (poses(poses=bent(0, 0, -1.0)), "invalid_camera"),
+    (poses(poses=bent(3, 3, 2.0)), "invalid_camera"),
+    (poses(poses=camera(10)["poses"]), "invalid_camera"),
+    (poses(poses=np.zeros((9, 3, 4), np.float32)), "invalid_camera"),
+    (poses(poses=np.zeros((9, 4, 4), bool)), "invalid_camera"),
+    (poses(poses=[[["1"] * 4] * 4] * 9), "invalid_camera"),
+    (poses(poses=[[[1.0] * 4] * 4, [[1.0] * 3]]), "invalid_camera"),
+    (poses(intrinsics=np.array([0.0, 1, 1, 1])), "invalid_camera"),
+    (poses(intrinsics=np.ones((8, 4))), "invalid_camera"),
+    ({"image": None}, "missing_image"),
+    ({"image": b"GIF89a" + bytes(40)}, "invalid_image"),
+    ({"image": b"\x89PNG\r\n\x1a\n"}, "invalid_image"),
+    ({"image": "file:///etc/passwd"}, "invalid_image"),
+    ({"image": "data:image/png;base64,%%%"}, "invalid_image"),
+    ({"image": np.zeros((8, 8), np.uint8)}, "invalid_image"),
+    ({"image": np.zeros((8, 8, 3), np.float32)}, "invalid_image"),
+    ({"image": np.zeros((0, 8, 3), np.uint8)}, "invalid_image"),
+    ({"extra_body": {"height": 32, "width": 40}}, "unsupported_size"),
+    ({"extra_body": {"height": 64, "width": 48}}, "unsupported_size"),
+    ({"extra_body": {"video_format": "gif"}}, "unsupported_codec"),
+    ({"extra_body": {"num_frames": 21}}, "invalid_camera"),
+    ({"extra_body": {"seed": -2}}, "invalid_request"),
+    ({"extra_body": {"fps": float("nan")}}, "invalid_request"),
+    ({"extra_body": {"height": "32"}}, "invalid_request"),
+    ({"extra_body": {"options": {"x": np.zeros(3)}}}, "invalid_request"),
+    ({"extra_body": []}, "invalid_request"),
+    ({"session_id": "a/b"}, "invalid_request"),
+    ({"session_id": "a", "extra_body": {"session_id": "b"}}, "invalid_request"),
+    ({"prompt": 5}, "invalid_request"),
+    ({"prompt": "x" * 9000}, "prompt_too_long"),
+    ({"endpoint": "dance"}, "unknown_endpoint"),
+    ({"endpoint": ["infer"]}, "unknown_endpoint"),
+    ({"chunk_index": 3}, "out_of_order"),
+    ({"endpoint": "branch", "session_id": "nobody"}, "session_evicted"),
+    ({"endpoint": "resume", "session_id": "nobody"}, "session_evicted"),
+]
+"""Changes of a valid first request, each with the error code of the request."""
+
+
+@pytest.mark.parametrize(("fields", "code"), BAD_REQUESTS)
 def test_bad_requests_are_refused_by_name_and_change_nothing(
     client: Client, engine: FakeEngine, fields: dict[str, Any], code: str
 ) -> None:
@@ -106,6 +107,27 @@ def test_bad_requests_are_refused_by_name_and_change_nothing(
     assert engine.calls == []
     client.send(infer())
     assert numbers(client.frames()) == list(range(FIRST))
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        *BAD_REQUESTS,
+        ({"images": {"back": np.zeros((8, 8, 3), np.uint8)}}, "invalid_image"),
+        ({"prompt": None}, "invalid_request"),
+        ({"prompt": ""}, "invalid_request"),
+    ],
+)
+def test_a_refused_restart_does_not_change_the_session(
+    client: Client, engine: FakeEngine, fields: dict[str, Any], code: str
+) -> None:
+    """After an invalid request with `restart`, the session continues with its next frame."""
+    client.send(infer(session_id="walk"))
+    client.frames()
+    assert client.error(infer(**{"session_id": "walk", "restart": True, **fields})) == code
+    assert [call.params.op for call in engine.calls] == ["generate"]
+    client.send(infer(LATER, session_id="walk", image=None, prompt=None))
+    assert numbers(client.frames()) == list(range(FIRST, FIRST + LATER))
 
 
 def test_a_nearly_orthonormal_pose_is_corrected(client: Client, engine: FakeEngine) -> None:
@@ -185,11 +207,19 @@ def test_intrinsics_that_fit_no_image_are_refused(
     assert not engine.chunks
 
 
-@pytest.mark.parametrize("shape", [(4,), (9, 4), (3, 3), (9, 3, 3), (4, 4), (9, 4, 4)])
-def test_intrinsics_may_have_six_shapes(
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *[(4,), (1, 4), (9, 4), (3, 3), (1, 3, 3), (9, 3, 3)],
+        *[(4, 4), (1, 4, 4), (9, 4, 4)],
+    ],
+)
+def test_intrinsics_may_have_nine_shapes(
     client: Client, engine: FakeEngine, shape: tuple[int, ...]
 ) -> None:
-    """Intrinsics may be a vector or a matrix, either one for all frames or one per frame."""
+    """Intrinsics may be a vector or a matrix, either one for all frames or one per frame. One for
+    all frames may be in a list.
+    """
     matrix = np.eye(4)
     matrix[0, 0], matrix[1, 1], matrix[0, 2], matrix[1, 2] = 40, 41, 24, 16
     one = (

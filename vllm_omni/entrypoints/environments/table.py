@@ -103,7 +103,7 @@ class EnvironmentGroup:
     async def reset(self, entries: Sequence[ResetEntry]) -> list[ChunkArrays | EndpointError]:
         """Start episodes, and return each environment's first chunk or error."""
         for entry in entries:
-            self._manager.info.check_prompt(entry.prompt)
+            self._manager.info.check_prompt(entry.prompt, starts_session=True)
         return await self._together([entry.environment for entry in entries], self._start, entries)
 
     async def step(self, entries: Sequence[StepEntry]) -> list[ChunkArrays | EndpointError]:

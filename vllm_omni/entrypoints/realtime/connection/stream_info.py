@@ -122,17 +122,27 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Whether a session requires a start image."""
         return self.actions.image == "required"
 
-    def check_prompt(self, prompt: str | None) -> None:
+    def check_prompt(self, prompt: str | None, *, starts_session: bool = False) -> None:
         """Check a prompt.
 
+        Args:
+            prompt: The request's prompt.
+            starts_session: Whether the request certainly starts a session. If this is not known,
+                the engine checks whether a required prompt is missing.
+
         Raises:
-            EndpointError: `invalid_prompt` if there is a prompt but the model accepts none.
+            EndpointError: `invalid_prompt` if there is a prompt but the model accepts none, or
+                `invalid_request` if a required prompt is missing.
         """
         if prompt and self.actions.prompt == "none":
             raise EndpointError(
                 "invalid_prompt",
                 f"this model takes no prompt; it takes {self.actions.takes()}",
                 param="prompt",
+            )
+        if starts_session and not prompt and self.actions.prompt == "required":
+            raise EndpointError(
+                "invalid_request", "a session's first chunk needs a prompt", param="prompt"
             )
 
     def check_image(self, has_image: bool, param: str) -> None:

@@ -408,14 +408,15 @@ class Session:
     async def _start(self, run: SessionRun) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
         """Prepare a run: check the session's position, plan the chunks and load the start images.
 
+        A session that restarts is freed only after all checks, so a refused restart changes
+        nothing.
+
         Returns:
             `(images, warnings)`. `images` contains the start images, which are sent as the
             request's input tensors. If the session does not start with this run, `images` is empty.
             `warnings` contains warnings for the client, for example that an input is ignored.
         """
         job, start, info = run.job, run.job.start, self._manager.info
-        if start.restart and self.started and not run.completed:
-            self.free_engine_state()
         if run.completed:
             if self.in_step and self.next_chunk != run.first_chunk + run.completed:
                 raise EndpointError(
@@ -424,15 +425,16 @@ class Session:
                     next_chunk_index=self.next_chunk,
                 )
             return {}, ()
-        if self.in_step and job.chunk_index not in (None, self.next_chunk):
+        starts_session = start.restart or not self.started
+        in_step, next_chunk = (True, 0) if start.restart else (self.in_step, self.next_chunk)
+        if in_step and job.chunk_index not in (None, next_chunk):
             raise EndpointError(
                 "out_of_order",
-                f"chunk_index {job.chunk_index} arrived, the session's next chunk is "
-                f"{self.next_chunk}",
+                f"chunk_index {job.chunk_index} arrived, the session's next chunk is {next_chunk}",
                 param="chunk_index",
-                expected=self.next_chunk,
+                expected=next_chunk,
             )
-        if not self.started:
+        if starts_session:
             if (
                 start.load_image is None
                 and not start.restart
@@ -443,11 +445,11 @@ class Session:
                 )
             info.check_image(start.load_image is not None, "image")
             info.check_images(start.images)
-        run.first_chunk = self.next_chunk if job.chunk_index is None else job.chunk_index
-        run.sizes = job.source.plan(info, self._manager.limits, starts_session=not self.started)
+        run.first_chunk = next_chunk if job.chunk_index is None else job.chunk_index
+        run.sizes = job.source.plan(info, self._manager.limits, starts_session=starts_session)
         warnings = []
         size = (start.height or self.height, start.width or self.width)
-        if self.started:
+        if not starts_session:
             if size != (self.height, self.width):
                 raise EndpointError(
                     "unsupported_size",
@@ -468,6 +470,8 @@ class Session:
             images = await self._manager.off_loop(load_named_images, start.images, limits)
         if start.load_image is not None:
             images["image"] = await self._manager.off_loop(start.load_image, *size)
+        if self.started:
+            self.free_engine_state()
         await self._manager.wait_for_closed_sessions()
         self.height, self.width = size
         self.prompt, self.seed = None, chosen_seed(start.seed)

@@ -320,7 +320,7 @@ class _Client(ConnectionHandler):
                 f"this model takes no poses; it takes {info.actions.describe()}",
                 param="camera",
             )
-        info.check_prompt(message.prompt)
+        info.check_prompt(message.prompt, starts_session=message.restart)
         codec = extra.video_format or ("ndarray_f32" if first_version else protocol.DEFAULT_CODEC)
 
         def load(height: int, width: int) -> np.ndarray:
