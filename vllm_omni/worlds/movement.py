@@ -3,14 +3,15 @@
 cameras uses this module.
 
 A camera first rotates and then moves in the horizontal plane along its new view. In a world with an
-occupancy grid, cameras stop at blocked cells and slide along them. The server, the training data
-and the ground truth for evaluation use the same functions, so their poses agree.
+occupancy grid, cameras stop at blocked cells and slide along them. A camera in a blocked cell can
+leave it, but only towards the nearest free cell. The server, the training data and the ground truth
+for evaluation use the same functions, so their poses agree.
 
 A pose is a 4x4 camera-to-world matrix with OpenCV axes (x right, y down, z forward). This module
 needs only torch.
 """
 
-# N cameras, K candidate directions
+# N cameras, K candidate directions, S substeps
 
 import math
 from collections.abc import Sequence
@@ -28,8 +29,16 @@ PITCH_LIMIT_DEGREES: Final = 85.0
 """Largest view angle above or below the horizon, in degrees. A world can have a smaller limit."""
 
 _SUBSTEPS: Final = 8
-"""Number of substeps per latent frame of movement. Each substep is shorter than a cell, so that no
-cell is skipped.
+"""Smallest number of substeps per latent frame of movement. A longer movement has more substeps, so
+that no substep is longer than a cell.
+"""
+_MOST_SUBSTEPS: Final = 1024
+"""Largest number of substeps per latent frame of movement, because each one takes time. In a world
+with a grid, a longer movement ends after this number of cells.
+"""
+_CLOSER_M: Final = 1e-9
+"""Smallest reduction of the distance to the nearest free cell that counts, in metres. Rounding
+errors are far smaller.
 """
 _SLIDES_DEGREES: Final = (0, 15, -15, 30, -30, 45, -45, 60, -60, 75, -75)
 """Directions in which a camera may slide if a substep is blocked, in degrees relative to the
@@ -183,22 +192,35 @@ def _horizontal(direction_N3: torch.Tensor) -> torch.Tensor:
 def _walk(position_N2: torch.Tensor, move_N2: torch.Tensor, grid: OccupancyGrid) -> torch.Tensor:
     """Return the x and z positions of cameras after a movement.
 
-    A camera that starts in a blocked cell may leave the cell in any direction.
+    The result of a camera does not depend on the other cameras. Cameras with the same number of
+    substeps are moved together.
     """
-    share_S = torch.arange(_SUBSTEPS + 1, dtype=torch.float64) / _SUBSTEPS
-    straight_NS = grid.blocked(position_N2[:, None] + share_S[:, None] * move_N2[:, None])
+    needed_N = (move_N2.norm(dim=1) / grid.cell_m).ceil().clamp(min=_SUBSTEPS)
+    count_N = needed_N.clamp(max=_MOST_SUBSTEPS)
+    move_N2 = move_N2 * (count_N / needed_N)[:, None]
     arrived_N2 = position_N2 + move_N2
-    stopped = (straight_NS[:, 1:].any(dim=1) & ~straight_NS[:, 0]).nonzero()[:, 0]
-    if len(stopped):
-        arrived_N2[stopped] = _slide(position_N2[stopped], move_N2[stopped] / _SUBSTEPS, grid)
+    for count in count_N.unique().int().tolist():
+        same = (count_N == count).nonzero()[:, 0]
+        share_S = torch.arange(1, count + 1, dtype=torch.float64) / count
+        straight_NS2 = position_N2[same, None] + share_S[:, None] * move_N2[same, None]
+        stopped = same[grid.blocked(straight_NS2).any(dim=1)]
+        if len(stopped):
+            part_N2 = move_N2[stopped] / count
+            arrived_N2[stopped] = _slide(position_N2[stopped], part_N2, count, grid)
     return arrived_N2
 
 
-def _slide(position_N2: torch.Tensor, part_N2: torch.Tensor, grid: OccupancyGrid) -> torch.Tensor:
-    """Move cameras in substeps and return their positions.
+def _slide(
+    position_N2: torch.Tensor, part_N2: torch.Tensor, count: int, grid: OccupancyGrid
+) -> torch.Tensor:
+    """Move cameras by `count` substeps and return their positions.
 
-    In each substep, a camera moves in the free direction that is closest to its intended direction.
-    If no direction is free, the camera stays where it is.
+    In each substep, a camera moves in the allowed direction that is closest to its intended
+    direction. If no direction is allowed, the camera stays where it is.
+
+    A substep may end in a free cell. A camera in a blocked cell, for example after a camera path or
+    at a client's start pose, may also move within the wall if the substep brings it closer to the
+    nearest free cell. Such a camera can always leave the wall, but cannot cross it.
     """
     slides = torch.deg2rad(torch.tensor(_SLIDES_DEGREES, dtype=torch.float64))
     cos_K, sin_K = slides.cos(), slides.sin()
@@ -208,8 +230,15 @@ def _slide(position_N2: torch.Tensor, part_N2: torch.Tensor, grid: OccupancyGrid
     )
     moves_NK2 = torch.cat((moves_NK2, torch.zeros_like(moves_NK2[:, :1])), dim=1)
     each = torch.arange(len(position_N2))
-    for _ in range(_SUBSTEPS):
+    for _ in range(count):
         goals_NK2 = position_N2[:, None] + moves_NK2
-        free_NK = ~grid.blocked(goals_NK2)
-        position_N2 = goals_NK2[each, free_NK.byte().argmax(dim=1)]
+        allowed_NK = ~grid.blocked(goals_NK2)
+        inside_N = ~allowed_NK[:, -1]  # the last goal is the camera's present position
+        if inside_N.any():
+            distance_NK = grid.distance_to_free(goals_NK2[inside_N])
+            allowed_NK[inside_N] |= distance_NK < distance_NK[:, -1:] - _CLOSER_M
+            allowed_NK[inside_N, -1] = True
+        before_N2, position_N2 = position_N2, goals_NK2[each, allowed_NK.byte().argmax(dim=1)]
+        if torch.equal(position_N2, before_N2):
+            break  # the remaining substeps would find the same goals
     return position_N2
