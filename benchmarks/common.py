@@ -33,11 +33,28 @@ RESULTS = Path(__file__).parents[1] / "build" / "benchmarks"
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
-        type=Path,
+        type=_output_folder,
         default=RESULTS,
         help="folder for the JSON result (default: %(default)s)",
     )
     parser.add_argument("--no-save", action="store_true", help="print only")
+
+
+def _output_folder(text: str) -> Path:
+    """Return the path of a folder that can be written to, because the result is written only at the
+    end of the benchmark.
+
+    Raises:
+        argparse.ArgumentTypeError: The folder cannot be written to or cannot be created.
+    """
+    from vllm_omni.entrypoints.cli.errors import CommandError
+    from vllm_omni.entrypoints.cli.output_paths import check_directory
+
+    try:
+        check_directory("the folder", text)
+    except CommandError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return Path(text)
 
 
 def write_tiny_decoder(root: Path) -> None:

@@ -3,6 +3,7 @@
 reports invalid input in one line.
 """
 
+import errno
 import re
 import subprocess
 from pathlib import Path
@@ -230,7 +231,8 @@ def test_the_file_and_the_model_are_checked_before_anything_heavy(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A dry run describes the recording. A missing file, a file of a different kind, a missing
-    model and a model of a different family each cause a one-line error.
+    model, a model of a different family, and a video that cannot be written each cause a one-line
+    error.
     """
     path = record(
         tmp_path / "walk.recording", make_runner(null_world), "null_world", tmp_path / "gone"
@@ -245,6 +247,32 @@ def test_the_file_and_the_model_are_checked_before_anything_heavy(
         ([path], "pass --model"),
         ([path, "--model", tmp_path], "no checkpoint"),
         ([path, "--model", lingbot_world], "recorded with null_world"),
+        ([path, "--model", null_world, "--out", tmp_path / "none" / "x.mp4"], "not a directory"),
+        ([path, "--model", null_world, "--out", tmp_path], "is a directory; name a file"),
     ):
         assert exit_code(*arguments) == 2
         assert reason in capsys.readouterr().err
+
+
+def test_a_video_that_cannot_be_written_is_no_difference(
+    make_runner: Any,
+    null_world: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """If the disk becomes full during a replay, the exit status is 2, because status 1 means that
+    a chunk differs.
+    """
+    path = record(tmp_path / "walk.recording", make_runner(null_world), "null_world", null_world)
+
+    def replayed(*arguments: Any) -> None:
+        arguments[-1].append(torch.zeros(9, 32, 48, 3, dtype=torch.uint8).numpy())
+
+    def full(path: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("vllm_omni.entrypoints.cli.replay._replay", replayed)
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert exit_code(path, "--out", tmp_path / "walk.mp4") == 2
+    assert "walk.mp4 cannot be written: No space left on device" in capsys.readouterr().err

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_omni.entrypoints.cli.doctor import check_vllm
 from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.cli.output_paths import check_file, create_directory
 from vllm_omni.entrypoints.cli.parsers import add_command
 from vllm_omni.entrypoints.loopback import open_loopback, websocket_proxy
 from vllm_omni.entrypoints.webui.address import page_url
@@ -53,6 +54,8 @@ _SIZE = (160, 96)
 """Width and height of the frames in pixels, for a world without a world description."""
 PROMPT = "A path through green hills towards the evening sun"
 _CHUNKS = 5
+_LOG, _VIDEO, _SHEET = "demo_server.log", "demo.mp4", "demo.png"
+"""Names of the files that the demo writes."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -100,7 +103,9 @@ def run(args: argparse.Namespace) -> int:
     started_s = time.monotonic()
     if args.chunks is not None and args.chunks < 1:
         raise CommandError(f"--chunks must be >= 1, got {args.chunks}")
-    args.out.mkdir(parents=True, exist_ok=True)
+    create_directory("--out", args.out)
+    for name in (_LOG, _VIDEO, _SHEET):
+        check_file("--out", args.out / name)
     repair_installation()
     model, description = find_world(args.model)
     width, height = description.sizes[0] if description else _SIZE
@@ -109,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     if port != args.port:
         print(f"port {args.port} is in use or 0; using {port}")
     interrupt_on_signals()
-    with server(model, port, height, width, args.out / "demo_server.log") as process:
+    with server(model, port, height, width, args.out / _LOG) as process:
         wait_until_healthy(process, args.start_timeout)
         url = f"ws://{_HOST}:{port}{ENDPOINT}"
         write_files(stream_walk(url, walk, height, width, args.chunks, started_s), args.out)
@@ -540,7 +545,7 @@ def write_files(chunks: Sequence[ReceivedChunk], out: Path, fps: float = 16) -> 
     from vllm_omni.entrypoints.media.mp4 import contact_sheet, decode_mp4, encode_mp4
 
     frames_THWC = np.concatenate([chunk.frames for chunk in chunks])
-    video, sheet = out / "demo.mp4", out / "demo.png"
+    video, sheet = out / _VIDEO, out / _SHEET
     video.write_bytes(encode_mp4(frames_THWC, fps))
     shown = np.linspace(0, len(frames_THWC) - 1, min(12, len(frames_THWC))).round().astype(int)
     contact_sheet(frames_THWC[shown], columns=4).save(sheet)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm_omni.entrypoints.cli import demo, replay
-from vllm_omni.entrypoints.cli.checkpoints.make_tiny import new_directory
 from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.cli.output_paths import check_directory, new_directory
 from vllm_omni.entrypoints.cli.parsers import add_command
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.measure:
             folder = RunFolder.read(args.dir)
+            check_directory("DIR", args.dir)
         elif args.recordings:
             folder = _replayed(args)
         else:
@@ -215,6 +216,7 @@ def _generated(args: argparse.Namespace, options: "RunOptions") -> "RunFolder":
     from vllm_omni.evaluation.run_folder import RunFolder
 
     model = None if args.server else _checked_model(args.model)
+    check_directory("DIR", args.dir)
     if args.dir.is_dir() and [path.name for path in args.dir.iterdir()] == [_LOG]:
         (args.dir / _LOG).unlink()  # left over from an earlier run whose server did not start
     new_directory(args.dir)

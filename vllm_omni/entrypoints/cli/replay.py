@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.cli.output_paths import check_file
 from vllm_omni.entrypoints.cli.parsers import add_command
 from vllm_omni.platforms import is_cpu_build
 
@@ -78,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
         print("with adapters " + ", ".join(f"{name!r}{of}" for name, of in needed.items()))
     if args.dry_run:
         return 0
+    if args.out is not None:
+        check_file("--out", args.out)
     adapters = _adapters(args.lora_modules, needed, header)
     model = _model(args.model, header)
     frames: list[Any] | None = None if args.out is None else []
@@ -285,5 +288,9 @@ def _write_video(out: Path, frames: list[Any]) -> None:
 
     from vllm_omni.entrypoints.media.mp4 import encode_mp4
 
-    out.write_bytes(encode_mp4(np.concatenate(frames), 16.0))
+    video = encode_mp4(np.concatenate(frames), 16.0)
+    try:
+        out.write_bytes(video)
+    except OSError as error:  # for example, the disk is full
+        raise CommandError(f"--out {out} cannot be written: {error.strerror}") from error
     print(f"wrote {out}")

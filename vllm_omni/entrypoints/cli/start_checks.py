@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.cli.output_paths import check_directory
 
 SOCKET_DIRECTORY: Final = "VLLM_RPC_BASE_PATH"
 """Environment variable that sets the directory of vLLM's socket files. Default: the system's
@@ -88,9 +89,9 @@ def check_start(
         _check_socket_file(flags["uds"])
     for name in _OMNI_DIRECTORIES:
         if isinstance(omni.get(name), str):
-            _check_directory(f"omni.{name}", omni[name])
+            check_directory(f"omni.{name}", omni[name])
     if environ.get(_MEDIA_DIRECTORY):
-        _check_directory(_MEDIA_DIRECTORY, environ[_MEDIA_DIRECTORY])
+        check_directory(_MEDIA_DIRECTORY, environ[_MEDIA_DIRECTORY])
     for name in _READ_FILES:
         if name in flags and not os.access(flags[name], os.R_OK):
             raise CommandError(f"--{name} {flags[name]} does not exist or cannot be read")
@@ -150,17 +151,6 @@ def _check_socket_file(path: str) -> None:
             else "a file that is no socket"
         )
         raise CommandError(f"--uds {path} exists ({what}): remove it or pass another path")
-
-
-def _check_directory(name: str, path: str) -> None:
-    """Check that the server can write to a directory, or can create it if it does not exist."""
-    existing = os.path.abspath(path)
-    while not os.path.lexists(existing):
-        existing = os.path.dirname(existing)
-    if not os.path.isdir(existing):
-        raise CommandError(f"{name} {path}: {existing} is not a directory; name another")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise CommandError(f"{name} {path}: {existing} cannot be written to; name another")
 
 
 def _check_package(row: _Optional, flags: Mapping[str, str]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.cli.output_paths import check_directory
 from vllm_omni.entrypoints.cli.parsers import add_command, download_list
 from vllm_omni.model_executor.checkpoint.root_config import ROOT_CONFIG, write_root_config
 
@@ -68,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
             "no file was fetched; if you accept the licence, pass --accept-license "
             f"({source.licence})"
         )
+    check_directory("OUT", out)
     _check_disk(out, source.gigabytes)
     for part in source.components:
         _fetch(part.repo, list(part.patterns), out / part.folder)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.cli.output_paths import new_directory
 from vllm_omni.entrypoints.cli.parsers import add_command, family_list
 from vllm_omni.model_executor.checkpoint.root_config import write_root_config
 
@@ -72,19 +73,3 @@ def write_tiny(model: str, out: Path, seed: int = 0, layout: str | None = None) 
     new_directory(out)
     family.make_tiny(out, seed, layout)
     write_root_config(out)
-
-
-def new_directory(out: Path) -> None:
-    """Create a directory, or accept an existing one if it is empty.
-
-    Raises:
-        CommandError: The directory is not empty or cannot be created.
-    """
-    try:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise CommandError(f"{out} exists and is not an empty directory; choose a new one")
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CommandError(
-            f"cannot write {out}: {error.strerror}; name a directory you may write to"
-        ) from error

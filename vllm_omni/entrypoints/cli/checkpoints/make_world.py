@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from vllm_omni.entrypoints.cli.checkpoints.make_tiny import new_directory
 from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.cli.output_paths import new_directory
 from vllm_omni.entrypoints.cli.parsers import add_command
 from vllm_omni.model_executor.checkpoint.root_config import write_root_config
 
