@@ -186,6 +186,15 @@ describes the refusal.
 """
 
 HELD_BY = {
+    # realtime_world_camera.md
+    "If the engine then refuses the request's model options or adapters": (
+        "tests/entrypoints/realtime/test_world_camera_refusals.py"
+        "::test_a_restart_that_the_engine_refuses_ends_the_session"
+    ),
+    "A refused request changes nothing, except for a": (
+        "tests/entrypoints/realtime/test_world_camera_refusals.py"
+        "::test_a_refused_restart_does_not_change_the_session"
+    ),
     # releasing.md
     "`scripts/release.py` refuses to build a release if": (
         "tests/test_release.py::test_version_is_the_same_everywhere"
@@ -338,6 +347,13 @@ HELD_BY = {
     "a model that cannot use one refuses it": (
         "tests/entrypoints/openai/test_plan.py::test_fields_that_the_model_does_not_support_are_refused"
     ),
+    "and a different `size` is refused": (
+        "tests/entrypoints/openai/test_plan.py::test_half_a_size_and_two_sizes_are_refused"
+    ),
+    "a request with both is refused": (
+        "tests/entrypoints/openai/test_openai_served.py::"
+        "test_videos_that_cannot_be_made_are_refused_at_once"
+    ),
     "`num_frames` and `fps` are refused with it": (
         "tests/entrypoints/openai/test_plan.py::test_a_length_for_an_edited_video_is_refused"
     ),
@@ -382,7 +398,7 @@ HELD_BY = {
         "tests/entrypoints/realtime/test_generate_endpoint.py::"
         "test_a_text_frame_does_not_end_the_session"
     ),
-    "Text frames are refused": (
+    "Text frames from a client are refused": (
         "tests/entrypoints/realtime/test_world_camera_refusals.py::"
         "test_text_frames_are_refused_and_the_third_closes"
     ),

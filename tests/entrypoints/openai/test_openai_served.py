@@ -136,13 +136,21 @@ def test_a_url_leads_to_the_image_and_needs_the_key(image_server: Served) -> Non
 
 
 def test_images_can_be_streamed(client: openai.OpenAI) -> None:
-    """Each streamed image arrives in one event and is the same image as in a non-streamed
-    response.
+    """Each streamed image arrives in one event, with its seed, and is the same image as in a
+    non-streamed response.
     """
     plain = client.images.generate(prompt="a", n=5, extra_body={"seed": 2})
     events = list(client.images.generate(prompt="a", n=5, stream=True, extra_body={"seed": 2}))
     assert [event.type for event in events] == ["image_generation.completed"] * 5
     assert [event.b64_json for event in events] == [image.b64_json for image in plain.data]
+    assert [event.seed for event in events] == [2, 3, 4, 5, 6]
+
+
+def test_a_streamed_image_can_be_generated_again(client: openai.OpenAI) -> None:
+    """An event contains the seed that the server has drawn for its image."""
+    events = list(client.images.generate(prompt="a", n=2, stream=True))
+    again = client.images.generate(prompt="a", extra_body={"seed": events[1].seed})
+    assert again.data[0].b64_json == events[1].b64_json
 
 
 def test_a_failure_while_streaming_is_an_error_event(client: openai.OpenAI) -> None:
@@ -211,6 +219,13 @@ def test_an_edit_may_be_json_with_data_urls(image_server: Served) -> None:
             "1 to 200",
         ),
         ({"extra_body": {"seed": -2}}, 400, "invalid_value", "seed", "greater than or equal to -1"),
+        (
+            {"extra_body": {"seed": 2**64}},
+            400,
+            "invalid_value",
+            "seed",
+            "less than or equal to 18446744073709551615; got 18446744073709551616",
+        ),
         (
             {"extra_body": {"extra_params": {"bogus": 1}}},
             400,

@@ -3,6 +3,7 @@
 the engine, and the errors for invalid actions.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -270,6 +271,18 @@ def test_the_world_endpoint_lists_and_accepts_actions(
             "invalid_action",
             "throttle must lie in [-1, 1]",
         ),
+        (
+            {"actions": [{"axes": {"throttle": math.nan}}] * 3},
+            "invalid_action",
+            f"this model takes {TAKES}",
+        ),
+        (
+            {"actions": [{"axes": {"throttle": 1e7}}] * 3},
+            "invalid_action",
+            f"this model takes {TAKES}",
+        ),
+        ({"actions": 7}, "invalid_action", f"this model takes {TAKES}"),
+        ({"actions": [[]] * 4097}, "invalid_action", "4097 entries arrived; at most 4096"),
         ({"prompt": "rain"}, "invalid_prompt", f"this model takes no prompt; it takes {TAKES}"),
         (
             {"image": infer()["image"]},

@@ -68,6 +68,43 @@ def test_a_path_that_ends_within_a_chunk_holds_its_last_pose() -> None:
     assert (held.poses_N44 == camera_path.poses_N44[-1]).all()
 
 
+@pytest.mark.parametrize(
+    ("num_actions", "num_frames", "starts_session", "message"),
+    [
+        (
+            0,
+            None,
+            True,
+            "actions has 0 entries; a session's first request takes 3 + 3k entries, one per latent "
+            "frame (9 + 12k frames)",
+        ),
+        (
+            4,
+            None,
+            False,
+            "actions has 4 entries; a later request takes 3k entries, one per latent frame (12k "
+            "frames)",
+        ),
+        (
+            3,
+            21,
+            True,
+            "num_frames is 21 but actions has 3 entries, for 9 frames; send one entry per latent "
+            "frame",
+        ),
+    ],
+)
+def test_a_wrong_number_of_actions_is_refused_with_the_right_number(
+    num_actions: int, num_frames: int | None, starts_session: bool, message: str
+) -> None:
+    """An error about the number of actions counts latent frames and does not mention poses."""
+    source = PlannedChunks(actions=[[]] * num_actions, num_frames=num_frames)
+    with pytest.raises(EndpointError) as refused:
+        source.plan(INFO, LIMITS, starts_session=starts_session)
+    error = refused.value
+    assert (error.code, error.param, error.message) == ("invalid_action", "actions", message)
+
+
 def test_a_request_that_was_cut_continues_in_the_middle_of_its_script() -> None:
     """An interrupted request continues in the middle of its script. Keys are given per latent
     frame, and no key is held in latent frames after the end of the script.
@@ -93,7 +130,7 @@ def test_a_request_that_was_cut_continues_in_the_middle_of_its_script() -> None:
     ("plan", "code"),
     [
         ({"camera": FIRST + 1}, "invalid_camera"),
-        ({"actions": []}, "invalid_camera"),
+        ({"actions": []}, "invalid_action"),
         ({"actions": [["w"]] * 3 * 1000}, "invalid_request"),
     ],
 )

@@ -130,6 +130,31 @@ def test_a_refused_restart_does_not_change_the_session(
     assert numbers(client.frames()) == list(range(FIRST, FIRST + LATER))
 
 
+def test_a_restart_that_the_engine_refuses_ends_the_session(
+    client: Client, engine: FakeEngine
+) -> None:
+    """The engine checks model options and adapters. Before a restart reaches the engine, the
+    session is freed, because the engine may need the session's memory.
+    """
+
+    def refuse_options(params: DiffusionParams) -> None:
+        if params.options:
+            raise RequestFailed("invalid_request", "unknown option")
+
+    engine.fail = refuse_options
+    client.send(infer(session_id="walk"))
+    client.frames()
+    options = {"height": 32, "width": 48, "options": {"fog": 1}}
+    assert client.error(infer(session_id="walk", restart=True, extra_body=options)) == (
+        "invalid_request"
+    )
+    assert client.error(infer(LATER, session_id="walk", image=None, prompt=None)) == (
+        "missing_image"
+    )
+    client.send(infer(session_id="walk"))
+    assert numbers(client.frames()) == list(range(FIRST))
+
+
 def test_a_nearly_orthonormal_pose_is_corrected(client: Client, engine: FakeEngine) -> None:
     """A nearly orthonormal pose is corrected, so the engine gets rotations that are orthonormal to
     float32 precision.

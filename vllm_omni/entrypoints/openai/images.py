@@ -52,6 +52,7 @@ from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.telemetry.metrics import endpoint_metrics, log_event
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.seeds import nth_seed
 
 ENDPOINT: Final = "images"
 _NO_USAGE: Final = {
@@ -200,12 +201,17 @@ class ImageRoutes:
         return JSONResponse(reply.model_dump(exclude_none=True))
 
     async def _events(self, call: _Call) -> AsyncGenerator[bytes]:
-        """Yield server-sent events, one for each finished image."""
+        """Yield server-sent events, one for each finished image.
+
+        The events have the fields of OpenAI's events, and the seed of the image.
+        """
         kind = "image_edit.completed" if call.is_edit else "image_generation.completed"
         try:
             with self._counted(call):
                 for params in call.plan.requests():
-                    for data, (width, height) in await self._images(call, params):
+                    assert params.seed is not None
+                    images = await self._images(call, params)
+                    for number, (data, (width, height)) in enumerate(images):
                         event = {
                             "type": kind,
                             "b64_json": base64.b64encode(data).decode(),
@@ -215,6 +221,7 @@ class ImageRoutes:
                             "quality": call.request.quality or "auto",
                             "size": f"{width}x{height}",
                             "usage": _NO_USAGE,
+                            "seed": nth_seed(params.seed, number),
                         }
                         yield _event(kind, event)
         except RequestFailed as failure:

@@ -123,19 +123,20 @@ class _Request(BaseModel):
     """Size of the result: `WIDTHxHEIGHT` in pixels, or `auto`. Default: the model's default size.
     """
     width: Integer | None = Field(None, ge=1, le=9999)
-    """Extension. Width of the result in pixels. Requires `height`. The two fields together replace
-    `size`.
+    """Extension. Width of the result in pixels. Requires `height`. The two fields together are an
+    alternative to `size`.
     """
     height: Integer | None = Field(None, ge=1, le=9999)
-    """Extension. Height of the result in pixels. Requires `width`. The two fields together replace
-    `size`.
+    """Extension. Height of the result in pixels. Requires `width`. The two fields together are an
+    alternative to `size`.
     """
     user: str | None = Field(None, max_length=1024)
     """This field is accepted for compatibility and has no effect."""
     safety_identifier: str | None = Field(None, max_length=1024)
     """This field is accepted for compatibility and has no effect."""
     # extensions
-    seed: Integer | None = Field(None, ge=RANDOM_SEED, le=MAX_SEED)
+    # `Integer` with these limits would let pydantic round the upper limit in its error message.
+    seed: Annotated[int, Field(ge=RANDOM_SEED, le=MAX_SEED), BeforeValidator(_number)] | None = None
     """Extension. Noise seed. Default: a random seed, which -1 also selects."""
     negative_prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS)
     """Extension. Text that classifier-free guidance steers away from."""
@@ -226,7 +227,7 @@ class VideoRequest(_Request):
     n: Integer | None = Field(None, ge=1, le=1)
     """Number of videos. The only supported value is 1."""
     num_frames: Integer | None = Field(None, ge=1, le=10_000)
-    """Extension. Length of the video in frames. This field replaces `seconds`."""
+    """Extension. Length of the video in frames, as an alternative to `seconds`."""
     fps: Number | None = Field(None, gt=0, le=240)
     """Extension. Frame rate of the video in frames per second. Default: the model's default."""
     camera_actions: list[list[Annotated[str, Field(max_length=16)]]] | None = Field(
@@ -242,7 +243,7 @@ class VideoRequest(_Request):
     actions: list[Any] | None = Field(None, max_length=4096)
     """Extension, for world models only. Controls for each latent frame: a list of held buttons, or
     a map of buttons, axes and scroll. No controls are active after the end of the list. This field
-    replaces `camera_actions`.
+    is an alternative to `camera_actions`.
     """
 
 

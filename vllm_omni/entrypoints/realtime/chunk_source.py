@@ -133,17 +133,21 @@ class PlannedChunks(ChunkSource):
     def plan(
         self, info: StreamInfo, limits: EndpointLimits, *, starts_session: bool
     ) -> tuple[int, ...]:
+        num_actions: int | None = None
         if self._camera is not None:
             poses = len(self._camera)
         else:
-            poses = info.pixel_frames(len(self._actions or ()), starts_session)
-        sizes = plan_frames(poses, self._num_frames, self._policy, info, starts_session)
+            num_actions = len(self._actions or ())
+            poses = info.pixel_frames(num_actions, starts_session)
+        sizes = plan_frames(
+            poses, self._num_frames, self._policy, info, starts_session, num_actions
+        )
         if sum(sizes) > limits.max_frames_per_request:
             raise EndpointError(
                 "invalid_request",
                 f"{sum(sizes)} frames requested; one request may generate at most "
                 f"{limits.max_frames_per_request}",
-                param="poses",
+                param="poses" if num_actions is None else "actions",
             )
         return tuple(sizes)
 

@@ -53,8 +53,8 @@ class CameraPath:
 
         Args:
             poses: Camera-to-world matrices `[N, 4, 4]`.
-            intrinsics: Intrinsics `[N, 4]`, `[N, 3, 3]` or `[N, 4, 4]`, or one vector or matrix for
-                all poses.
+            intrinsics: Intrinsics `[N, 4]`, `[N, 3, 3]` or `[N, 4, 4]`. N may be 1, or absent, for
+                one vector or matrix for all poses.
             max_poses: Maximum number of poses.
             size: Width and height of the image that the server's intrinsics refer to.
             own_size: Width and height of the image that the client's intrinsics refer to.
@@ -120,24 +120,40 @@ class CameraPath:
 
 
 def plan_frames(
-    num_poses: int, num_frames: int | None, policy: PosePolicy, info: StreamInfo, first: bool
+    num_poses: int,
+    num_frames: int | None,
+    policy: PosePolicy,
+    info: StreamInfo,
+    first: bool,
+    num_actions: int | None = None,
 ) -> list[int]:
     """Return the number of pixel frames in each chunk of a request.
 
     Args:
-        num_poses: Number of poses that the client sent.
+        num_poses: Number of poses that the client sent, or of pixel frames for which it sent
+            actions.
         num_frames: Number of pixel frames that the client requested. None: one frame per pose.
         policy: `error` requires complete chunks and equal numbers of frames and poses. `trim` drops
             frames that do not fill a chunk. `hold_last` repeats the last pose to fill a chunk.
         info: The model's chunk sizes.
         first: Whether this is the session's first request.
+        num_actions: Number of latent frames for which the client sent actions. None: the client
+            sent poses.
 
     Raises:
-        EndpointError: `invalid_camera` if the numbers of poses and frames do not match the policy.
+        EndpointError: `invalid_camera` if the numbers of poses and frames do not match the policy,
+            or `invalid_action` if the client sent actions.
     """
     grid = f"{info.first_chunk_frames} + {info.chunk_frames}k" if first else f"{info.chunk_frames}k"
     where = "a session's first request" if first else "a later request"
     if policy == "error" and num_frames not in (None, num_poses):
+        if num_actions is not None:
+            raise EndpointError(
+                "invalid_action",
+                f"num_frames is {num_frames} but actions has {num_actions} entries, for "
+                f"{num_poses} frames; send one entry per latent frame",
+                param="actions",
+            )
         raise EndpointError(
             "invalid_camera",
             f"num_frames is {num_frames} but {num_poses} poses arrived; send one pose per frame",
@@ -150,6 +166,18 @@ def plan_frames(
     if rest and policy == "hold_last":
         sizes.append(next(info.chunk_sizes(first and not sizes)))
     elif (rest and policy == "error") or not sizes:
+        if num_actions is not None:
+            sent = "" if num_frames is None else f" and num_frames is {num_frames}"
+            later_latents = info.latent_frames_per_chunk
+            latents = f"{later_latents}k"
+            if first:
+                latents = f"{info.first_chunk_latent_frames or later_latents} + {latents}"
+            raise EndpointError(
+                "invalid_action",
+                f"actions has {num_actions} entries{sent}; {where} takes {latents} entries, one "
+                f"per latent frame ({grid} frames)",
+                param="actions",
+            )
         raise EndpointError(
             "invalid_camera",
             f"{wanted} frames arrived; {where} generates {grid} frames: send as many poses, or set "
@@ -197,10 +225,13 @@ def _check_numeric(value: list[Any]) -> bool:
 
 def _per_frame(intrinsics: np.ndarray, count: int) -> np.ndarray:
     """Return fx, fy, cx, cy for each frame. One vector of four values or one matrix applies to all
-    frames.
+    frames, whether or not it is in a list of its own.
     """
     shape = intrinsics.shape
-    if shape in ((4,), (3, 3)) or (shape == (4, 4) and count != 4):
+    if shape in ((1, 4), (1, 3, 3), (1, 4, 4)):
+        intrinsics = np.broadcast_to(intrinsics, (count, *shape[1:]))
+        shape = intrinsics.shape
+    elif shape in ((4,), (3, 3)) or (shape == (4, 4) and count != 4):
         intrinsics = np.broadcast_to(intrinsics, (count, *shape))
         shape = intrinsics.shape
     if shape[1:] in ((3, 3), (4, 4)):

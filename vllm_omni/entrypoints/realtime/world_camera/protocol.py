@@ -3,8 +3,9 @@
 
 A message is a map with an `endpoint` key (default `infer`). Unknown keys are ignored because other
 clients of this protocol send additional keys. If a known key has a wrong type or value, the message
-is refused with an error that names the key. Fields that contain arrays have the type `Any` here;
-`../controls/camera.py` and `../connection/images.py` check them.
+is refused with an error that names the key. Fields that contain arrays or actions have the type
+`Any` here. `../controls/camera.py`, `../connection/images.py` and `../controls/action_messages.py`
+check them.
 """
 
 from typing import Annotated, Any, ClassVar, Final
@@ -16,7 +17,7 @@ from vllm_omni.actions import ActionEntry, ActionSpace, NamedSources, as_entry
 from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
-from vllm_omni.entrypoints.realtime.controls.action_messages import read_script
+from vllm_omni.entrypoints.realtime.controls.action_messages import convert_frames, read_script
 from vllm_omni.entrypoints.realtime.controls.camera import CameraPath, PosePolicy
 from vllm_omni.inputs import Loras, SessionId
 from vllm_omni.seeds import RequestedSeed, check_seed
@@ -27,6 +28,7 @@ PROTOCOL_VERSION: Final = 1
 SUBPROTOCOL: Final = "omni.world.camera.v1"
 CODECS: Final = ("mp4", "jpeg", "h264", "ndarray_u8", "ndarray_f32")
 DEFAULT_CODEC: Final = "mp4"
+_MAX_ACTIONS: Final = 4096
 
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -155,8 +157,8 @@ class InferMessage(ClientMessage, frozen=True, kw_only=True):
     """Camera path with `poses` and `intrinsics`."""
     cameras: dict[str, Any] | None = None
     """Alternative name for `camera`."""
-    actions: Annotated[list[ActionEntry], msgspec.Meta(max_length=4096)] | None = None
-    """Actions with one entry per latent frame."""
+    actions: Any = None
+    """Actions with one entry per latent frame, at most 4096 entries, which `script` checks."""
     restart: bool = False
     """Whether to discard the session's existing state and restart the session. Default: False."""
     extra_body: ExtraBody = ExtraBody()
@@ -206,11 +208,19 @@ class InferMessage(ClientMessage, frozen=True, kw_only=True):
         """Return the actions after checking them against the model's controls.
 
         Raises:
-            EndpointError: `invalid_action` if the actions do not match the controls.
+            EndpointError: `invalid_action` if the actions are malformed or do not match the
+                controls.
         """
         if self.actions is None:
             return None
-        return [as_entry(frame) for frame in read_script(self.actions, space).entries]
+        if isinstance(self.actions, list) and len(self.actions) > _MAX_ACTIONS:
+            raise EndpointError(
+                "invalid_action",
+                f"{len(self.actions)} entries arrived; at most {_MAX_ACTIONS}",
+                param="actions",
+            )
+        frames = convert_frames(self.actions, space)
+        return [as_entry(frame) for frame in read_script(frames, space).entries]
 
 
 class ResetMessage(ClientMessage, frozen=True, kw_only=True):
