@@ -466,8 +466,9 @@ def test_an_error_envelope_ends_a_request_without_hidden_states(
 
 
 @pytest.mark.parametrize("plugins", [None, "vllm_omni", "vllm_omni,vllm_omni_ar"])
+@pytest.mark.parametrize("prefix", ["chatcmpl-", "resp_", "generate-tokens-", "transcribe-"])
 def test_hidden_states_without_an_endpoint_are_an_error(
-    harness_for: Any, plugins: str | None, monkeypatch: pytest.MonkeyPatch
+    harness_for: Any, prefix: str, plugins: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over HTTP, a request for hidden states fails unless the hidden-states endpoint is loaded.
 
@@ -478,13 +479,13 @@ def test_hidden_states_without_an_endpoint_are_an_error(
     if plugins is not None:
         monkeypatch.setenv("VLLM_PLUGINS", plugins)
     harness = harness_for()
-    harness.add("chatcmpl-1", "all", list(range(5)))
+    harness.add(f"{prefix}1", "all", list(range(5)))
     harness.add("cmpl-text", None, list(range(5)))
     harness.add("mine", "all", list(range(5)))
     harness.run()
-    reason, failed = harness.finished["chatcmpl-1"]
+    reason, failed = harness.finished[f"{prefix}1"]
     if plugins == "vllm_omni,vllm_omni_ar":
-        assert failed is None and harness.positions_of("chatcmpl-1") == list(range(8))
+        assert failed is None and harness.positions_of(f"{prefix}1") == list(range(8))
     else:
         assert reason == FinishReason.ERROR and failed is not None and failed.code == "unsupported"
         assert "VLLM_PLUGINS=vllm_omni_ar" in failed.message

@@ -97,6 +97,7 @@ def server(
         "--enforce-eager",
     ]
     flags += ["--max-model-len", "512", "--dtype", "float32", "--max-num-seqs", "4"]
+    flags += ["--enable-scale-out"]  # serves /inference/v1/generate
     flags += ["--worker-cls", "vllm_omni.worker.ARGPUWorker"]
     flags += ["--scheduler-cls", "vllm_omni.core.sched.ARHiddenStatesScheduler"]
     flags += [
@@ -235,6 +236,95 @@ def test_a_wrong_request_is_a_client_error(
         assert response.status_code == status, response.text
     assert named in response.text and '"error"' in response.text
     assert server.post("/v1/completions", prompt=PROMPT).status_code == 200
+
+
+@dataclass(frozen=True)
+class Route:
+    """A route that returns hidden states, and a body that generates six tokens."""
+
+    path: str
+    body: dict[str, Any]
+    id_field: str = "id"
+    """Name of the field of the response that contains the response's id."""
+
+    def requesting(self, omni: str) -> dict[str, Any]:
+        """Return a body that requests hidden states. `omni` is a JSON string."""
+        if "sampling_params" in self.body:
+            extra = {"extra_args": {"omni": omni}}
+            return {**self.body, "sampling_params": {**self.body["sampling_params"], **extra}}
+        return {**self.body, "vllm_xargs": {"omni": omni}}
+
+
+MESSAGES = [{"role": "user", "content": PROMPT}]
+TOKENS = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+ROUTES = [
+    Route("/v1/completions", {"prompt": PROMPT}),
+    Route("/v1/chat/completions", {"messages": MESSAGES}),
+    Route("/v1/chat/completions/batch", {"messages": [MESSAGES]}),
+    Route("/v1/responses", {"input": PROMPT, "max_output_tokens": 6}),
+    Route("/v1/messages", {"messages": MESSAGES}),
+    Route(
+        "/inference/v1/generate",
+        {"token_ids": [5, 6, 7], "sampling_params": TOKENS},
+        id_field="request_id",
+    ),
+]
+routes = pytest.mark.parametrize("route", ROUTES, ids=[route.path for route in ROUTES])
+
+
+@routes
+def test_every_route_returns_hidden_states(server: Server, route: Route) -> None:
+    """Hidden states can be fetched once by the id of the response, on every route that generates
+    text for a client.
+    """
+    plain = server.post(route.path, **route.body)
+    assert plain.status_code == 200, plain.text
+    response = server.post(route.path, **route.requesting(REQUESTED["omni"]))
+    assert response.status_code == 200, response.text
+    assert response.json().keys() == plain.json().keys()
+    response_id = response.json()[route.id_field]
+    assert_equal_transformers(server, server.states(response_id))
+    assert server.fetch(response_id).status_code == 404
+    assert server.fetch(plain.json()[route.id_field]).status_code == 404
+
+
+@routes
+@pytest.mark.parametrize(
+    ("omni", "named"),
+    [
+        ('{"hidden_states": "foo"}', "generated"),
+        ('{"hidden_states": "all", "layers": [2]}', "hidden_state_layers"),
+    ],
+    ids=["malformed", "layer"],
+)
+def test_every_route_refuses_a_wrong_request(
+    server: Server, route: Route, omni: str, named: str
+) -> None:
+    """A wrong request gets status 400 and the reason on every route."""
+    response = server.post(route.path, **route.requesting(omni))
+    assert response.status_code == 400, response.text
+    assert named in response.json()["error"]["message"]
+
+
+def test_a_batch_of_chats_numbers_its_choices(server: Server) -> None:
+    chats = [MESSAGES, [{"role": "user", "content": "the sky"}]]
+    response = server.post("/v1/chat/completions/batch", messages=chats, vllm_xargs=REQUESTED)
+    assert response.status_code == 200, response.text
+    lengths = [server.states(response.json()["id"], index).num_positions for index in (1, 0)]
+    assert lengths[1] - lengths[0] == len(PROMPT) - len("the sky")
+
+
+@pytest.mark.parametrize("field", ["stream", "background"])
+def test_a_response_that_cannot_report_an_error_is_refused(server: Server, field: str) -> None:
+    """vLLM cannot report an error in a streamed or background response of `/v1/responses`, so such
+    a request for hidden states is refused before it starts.
+    """
+    body: dict[str, Any] = {"input": PROMPT, "max_output_tokens": 6}
+    refused = {**body, field: True, "vllm_xargs": REQUESTED}
+    response = server.post("/v1/responses", **refused)
+    assert response.status_code == 400
+    assert f"`{field}` is false" in response.json()["error"]["message"]
+    assert server.post("/v1/responses", **body, stream=True).status_code == 200
 
 
 def test_too_many_positions_are_a_client_error(server: Server) -> None:

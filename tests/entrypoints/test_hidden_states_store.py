@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_omni.entrypoints.engine.environment import read_struct
-from vllm_omni.entrypoints.hidden_states_store import HiddenStatesStore, StoreLimits
+from vllm_omni.entrypoints.hidden_states_store import EntryKey, HiddenStatesStore, StoreLimits
 from vllm_omni.hidden_states import HiddenStates
 from vllm_omni.outputs import RequestFailed
 
@@ -45,14 +45,15 @@ def store(clock: Clock) -> HiddenStatesStore:
     )
 
 
-def store_results(store: HiddenStatesStore, request_id: str, *values: float | None) -> None:
-    """Store the results of a request that has one completion per value. None represents a
+def store_results(
+    store: HiddenStatesStore, response_id: str, *values: float | None, prompt_number: int = 0
+) -> None:
+    """Store the results of a prompt that has one completion per value. None represents a
     completion without hidden states.
     """
-    store.open_request(request_id)
-    store.end(
-        request_id, {i: states(v) for i, v in enumerate(values) if v is not None}, len(values)
-    )
+    key = EntryKey(response_id, prompt_number)
+    store.open_request(key)
+    store.end(key, {i: states(v) for i, v in enumerate(values) if v is not None}, len(values))
 
 
 def code_of(store: HiddenStatesStore, response_id: str, index: int = 0) -> str:
@@ -72,9 +73,10 @@ def test_results_belong_to_their_key(store: HiddenStatesStore) -> None:
     separate results.
     """
     for principal, number in (("a", 1.0), ("b", 2.0)):
-        store.open_request("chatcmpl-x", principal)
+        key = EntryKey("chatcmpl-x", principal=principal)
+        store.open_request(key)
         assert code_of(store, "chatcmpl-x") == "not_found"
-        store.end("chatcmpl-x", {0: states(number)}, principal=principal)
+        store.end(key, {0: states(number)})
     assert (
         value(store.fetch("chatcmpl-x", 0, "b")) == 2
         and code_of(store, "chatcmpl-x") == "not_found"
@@ -87,8 +89,8 @@ def test_choices_of_several_prompts_are_numbered_consecutively(store: HiddenStat
     prompt.
     """
     for order in ((0, 1, 2), (2, 0, 1)):
-        store_results(store, "cmpl-a-1", 3, None)
-        store_results(store, "cmpl-a-0", 1, 2)
+        store_results(store, "cmpl-a", 3, None, prompt_number=1)
+        store_results(store, "cmpl-a", 1, 2)
         assert [value(store.fetch("cmpl-a", index)) for index in order] == [
             index + 1 for index in order
         ]
@@ -99,12 +101,12 @@ def test_a_choice_never_gets_another_result(store: HiddenStatesStore) -> None:
     """If a choice has no hidden states, or its hidden states were evicted, its index stays empty
     and is never assigned to another result.
     """
-    store_results(store, "cmpl-a-0", None, None)
-    store_results(store, "cmpl-a-1", None, 4)
+    store_results(store, "cmpl-a", None, None)
+    store_results(store, "cmpl-a", None, 4, prompt_number=1)
     assert [code_of(store, "cmpl-a", index) for index in (0, 1, 2)] == ["not_found"] * 3
     assert value(store.fetch("cmpl-a", 3)) == 4
     for number in range(4):  # 100 bytes hold three results of 32 bytes
-        store_results(store, f"cmpl-b-{number}", number)
+        store_results(store, "cmpl-b", number, prompt_number=number)
     assert code_of(store, "cmpl-b", 0) == "not_found"
     assert [value(store.fetch("cmpl-b", index)) for index in (1, 2, 3)] == [1, 2, 3]
 
@@ -112,7 +114,7 @@ def test_a_choice_never_gets_another_result(store: HiddenStatesStore) -> None:
 def test_similar_request_ids_are_separate(store: HiddenStatesStore) -> None:
     """`X-Request-Id: walk` and `X-Request-Id: walk-7` identify different requests."""
     store_results(store, "chatcmpl-walk-7", 7)
-    store.open_request("chatcmpl-walk-8")
+    store.open_request(EntryKey("chatcmpl-walk-8"))
     store_results(store, "chatcmpl-walk", 1)
     assert (
         value(store.fetch("chatcmpl-walk", 0)) == 1
@@ -124,11 +126,11 @@ def test_a_running_request_is_not_finished(store: HiddenStatesStore) -> None:
     """A running request is not reported as finished, even if another request with the same id has
     finished.
     """
-    store.open_request("chatcmpl-a")
+    store.open_request(EntryKey("chatcmpl-a"))
     assert code_of(store, "chatcmpl-a") == "not_finished"
     store_results(store, "chatcmpl-a", 1)
     assert code_of(store, "chatcmpl-a") == "not_finished"
-    store.end("chatcmpl-a", {})
+    store.end(EntryKey("chatcmpl-a"), {})
     assert code_of(store, "chatcmpl-a") == "not_found"
 
 
@@ -156,8 +158,8 @@ def test_the_oldest_results_are_evicted(store: HiddenStatesStore) -> None:
 
 
 def test_a_result_larger_than_the_store_is_discarded(store: HiddenStatesStore) -> None:
-    store.open_request("a")
-    store.end("a", {0: states(1, num_rows=50)})
+    store.open_request(EntryKey("a"))
+    store.end(EntryKey("a"), {0: states(1, num_rows=50)})
     assert store.nbytes == 0 and code_of(store, "a") == "not_found"
 
 

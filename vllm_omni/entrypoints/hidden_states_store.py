@@ -4,14 +4,14 @@ them.
 
 The store's size and the age of its entries are limited. A completion's hidden states are returned
 only once, and only to the API key that requested them. Entries are identified by the id of vLLM's
-response. If a request has several prompts, its entry ids end with `-0`, `-1` and so on. This module
-depends on neither HTTP nor the engine.
+response and the number of the prompt in the request. This module depends on neither HTTP nor the
+engine.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -34,10 +34,17 @@ class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Time in seconds after which hidden states that were not fetched are dropped. Default: 120."""
 
 
-Key = tuple[str, str]
-"""Entry key: `(principal, request id)`. Clients choose request ids, so two API keys may use the
-same id.
-"""
+class EntryKey(NamedTuple):
+    """Identifies what the engine generates for one prompt of an HTTP request."""
+
+    response_id: str
+    """Id of the response that the client receives."""
+    prompt_number: int = 0
+    """Number of the prompt in the HTTP request, counted from 0."""
+    principal: str = ""
+    """The client's principal, derived from its API key. Clients choose request ids, so two API keys
+    may use the same id.
+    """
 
 
 @dataclass
@@ -58,42 +65,30 @@ class HiddenStatesStore:
     def __init__(self, limits: StoreLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
-        self._entries: dict[Key, _Entry] = {}
-        self._running: dict[Key, int] = {}
-        """Number of requests in progress, by key. Concurrent requests may have the same id, because
+        self._entries: dict[EntryKey, _Entry] = {}
+        self._running: dict[EntryKey, int] = {}
+        """Number of prompts in progress, by key. Concurrent requests may have the same id, because
         clients choose it.
         """
         self.nbytes = 0
 
-    def open_request(self, request_id: str, principal: str = "") -> None:
-        """Record that a request has started.
-
-        Args:
-            request_id: Id of the request.
-            principal: The client's principal, derived from its API key.
-        """
-        key = principal, request_id
+    def open_request(self, key: EntryKey) -> None:
+        """Record that the engine has started to generate for a prompt."""
         self._running[key] = self._running.get(key, 0) + 1
 
     def end(
-        self,
-        request_id: str,
-        completions: dict[int, HiddenStates],
-        num_completions: int = 1,
-        principal: str = "",
+        self, key: EntryKey, completions: dict[int, HiddenStates], num_completions: int = 1
     ) -> None:
-        """Store the hidden states of a finished request.
+        """Store the hidden states of a prompt whose completions are finished.
 
         Expired entries are then dropped, followed by the oldest entries until the store is within
         its size limit.
 
         Args:
-            request_id: Id of the request.
+            key: Key that was passed to `open_request`.
             completions: Hidden states by completion index. A completion may have no hidden states.
             num_completions: Number of completions per prompt (the request's `n`).
-            principal: The client's principal, derived from its API key.
         """
-        key = principal, request_id
         self._running[key] -= 1
         if not self._running[key]:
             del self._running[key]
@@ -120,20 +115,19 @@ class HiddenStatesStore:
                 hidden states are stored for the choice.
         """
         self.drop_expired()
-        if any(owner == principal and _belongs(name, response_id) for owner, name in self._running):
+        if any(_belongs(key, response_id, principal) for key in self._running):
             raise RequestFailed(
                 "not_finished",
                 f"{response_id!r} is still running: fetch its hidden states after its response",
             )
-        own = [name for owner, name in self._entries if owner == principal]
-        for name in [name for name in own if _belongs(name, response_id)]:
-            entry = self._entries[principal, name]
-            first = 0 if name == response_id else _prompt_number(name) * entry.num_completions
+        for key in [key for key in self._entries if _belongs(key, response_id, principal)]:
+            entry = self._entries[key]
+            first = key.prompt_number * entry.num_completions
             states = entry.completions.pop(index - first, None)
             if states is not None:
                 self.nbytes -= states.nbytes
                 if not entry.completions:
-                    self._drop((principal, name))
+                    self._drop(key)
                 return states
         raise RequestFailed(
             "not_found",
@@ -147,21 +141,11 @@ class HiddenStatesStore:
         for key in [key for key, entry in self._entries.items() if entry.expires_at <= now]:
             self._drop(key)
 
-    def _drop(self, key: Key) -> None:
+    def _drop(self, key: EntryKey) -> None:
         entry = self._entries.pop(key, None)
         if entry is not None:
             self.nbytes -= entry.nbytes
 
 
-def _belongs(request_id: str, response_id: str) -> bool:
-    """Return whether a request id belongs to a response id.
-
-    Only the completions route appends the prompt index to the request id.
-    """
-    prefix, _, number = request_id.rpartition("-")
-    numbered = response_id.startswith("cmpl-") and prefix == response_id and number.isdigit()
-    return request_id == response_id or numbered
-
-
-def _prompt_number(request_id: str) -> int:
-    return int(request_id.rpartition("-")[2])
+def _belongs(key: EntryKey, response_id: str, principal: str) -> bool:
+    return key.response_id == response_id and key.principal == principal

@@ -38,7 +38,14 @@ from vllm_omni.hidden_states import HiddenStatesRequest, encode_hidden_states, e
 from vllm_omni.outputs import RequestFailed, unpack
 from vllm_omni.runtime.processes import end_with_parent
 
-_HTTP_REQUESTS: Final = ("cmpl-", "chatcmpl-")
+_HTTP_REQUESTS: Final = (
+    "cmpl-",
+    "chatcmpl-",
+    "resp_",
+    "generate-tokens-",
+    "transcribe-",
+    "translate-",
+)
 """Prefixes of the request ids that vLLM's text endpoints assign."""
 
 
