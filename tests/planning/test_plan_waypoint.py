@@ -8,7 +8,7 @@ import pytest
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.planning.memory import GPU_BYTES, plan_memory, splits, window_bytes
 from vllm_omni.planning.models import model_of
-from vllm_omni.planning.report import plan_text
+from vllm_omni.planning.report import ServedDefaults, plan_text
 from vllm_omni.planning.stream_model import ParallelSplit
 
 
@@ -26,7 +26,9 @@ def test_only_supported_splits_and_options_are_listed() -> None:
     found = splits(model, 4)
     assert not any(split.vae_parallel or (split.ranks > 1 and not split.tensor) for split in found)
     assert {split.ranks for split in found} == {1, 2, 4}
-    assert "latent_frames_per_chunk" not in plan_text(model, "H200", 1, 1)
+    assert "latent_frames_per_chunk" not in plan_text(
+        model, ServedDefaults(model, model.denoise), "H200", 1, 1
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from vllm_omni.model_executor.models.registry import detect_family, family_names, get_family
 from vllm_omni.model_executor.presets import DEFAULT_PRESET, PresetName
+from vllm_omni.model_executor.streaming.chunk_plan import check_sliding
 from vllm_omni.planning.stream_model import TINY_DECODER, FamilyPlan, StreamModel
 from vllm_omni.worlds.description import read_description
 
@@ -58,6 +59,15 @@ def model_of(name: str, preset: PresetName = DEFAULT_PRESET, **changes: Any) -> 
     Raises:
         ValueError: The model is unknown, or a change or the preset is not supported.
     """
+    model = _model_with(name, preset, changes)
+    if model.grid_tokens and {"height", "width"} & changes.keys():
+        raise ValueError(f"{name}: the checkpoint fixes the video size; drop --height and --width")
+    if {"window", "chunk"} & changes.keys():
+        check_sliding(model.window, model.sinks, model.chunk)
+    return model
+
+
+def _model_with(name: str, preset: PresetName, changes: Mapping[str, Any]) -> StreamModel:
     path = Path(name)
     for family_name, plan in family_plans().items():
         if name in plan.sizes or (name in plan.releases and not path.is_dir()):

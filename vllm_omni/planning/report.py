@@ -2,9 +2,10 @@
 """The tables that `vllm-omni plan` prints."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.presets import DEFAULT_PRESET
 from vllm_omni.planning.measured import find_runs
 from vllm_omni.planning.memory import GPU_BYTES, MemoryPlan, plan_memory, splits
@@ -32,8 +33,32 @@ def fitting_splits(model: StreamModel, gpu: str, gpus: int, sessions: int) -> li
     return sorted(fitting, key=lambda plan: plan.split.gpus)
 
 
-def plan_text(model: StreamModel, gpu: str, gpus: int, sessions: int) -> str:
-    """Return the table of splits and the measured runs. Raises ValueError if no split fits."""
+@dataclass(frozen=True)
+class ServedDefaults:
+    """What `vllm serve --omni` does with a model if no option is given except a preset."""
+
+    model: StreamModel
+    """The model with the defaults of its preset."""
+    schedule_steps: int
+    """Number of denoise steps in the model's schedule, which a preset may reduce."""
+
+
+def plan_text(
+    model: StreamModel, defaults: ServedDefaults, gpu: str, gpus: int, sessions: int
+) -> str:
+    """Return the table of splits and the measured runs.
+
+    Args:
+        model: The planned model.
+        defaults: The model without the user's changes. The table lists the options that lead from
+            these defaults to the planned model.
+        gpu: Kind of GPU, a key of `GPU_BYTES`.
+        gpus: Largest number of GPUs.
+        sessions: Number of live sessions.
+
+    Raises:
+        ValueError: No split fits.
+    """
     plans = fitting_splits(model, gpu, gpus, sessions)
     if not plans:
         raise ValueError(f"{sessions} sessions of {model.name} fit no split of {gpus} {gpu}")
@@ -45,11 +70,13 @@ def plan_text(model: StreamModel, gpu: str, gpus: int, sessions: int) -> str:
         f"{'split':24s} {'GPUs':>4s} {'memory':>9s} {'fits':>13s}  options",
     ]
     for plan in plans:
+        options = " ".join(_options(model, defaults, plan.split, sessions))
         row = (
             f"{plan.split!s:24s} {plan.split.gpus:4d} {plan.memory_bytes / 1e9:6.1f} GB "
-            f"{plan.max_sessions:4d} sessions  {' '.join(_options(model, plan.split))}"
+            f"{plan.max_sessions:4d} sessions  {options}"
         )
         lines.append(row.rstrip())
+    lines += _notes(model, defaults)
     lines += [room_text(model), _presets_line(model), *_measured_lines(model, gpu, gpus)]
     return "\n".join(lines)
 
@@ -131,8 +158,46 @@ def _settings(model: StreamModel) -> str:
     return "".join(f", {part}" for part in parts)
 
 
-def _options(model: StreamModel, split: ParallelSplit) -> list[str]:
+def _options(
+    model: StreamModel, defaults: ServedDefaults, split: ParallelSplit, sessions: int
+) -> list[str]:
     """Return the `vllm serve --omni` options for a model with the given split."""
+    flags, options = _split_options(split)
+    default = defaults.model
+    if model.preset != DEFAULT_PRESET:
+        options["model.preset"] = model.preset
+    if model.in_flight > 1:
+        options["chunks_in_flight"] = str(model.in_flight)
+    if model.noise_matched:
+        options["model.cache"] = "noise_matched"
+    if default.denoise != model.denoise <= defaults.schedule_steps:
+        options["model.max_steps"] = str(model.denoise)
+    if model.video_input:
+        options["model.video_input"] = "true"
+    if model.chunk != default.chunk:
+        options["model.latent_frames_per_chunk"] = str(model.chunk)
+    if model.window != default.window:
+        options["model.window_frames"] = str(model.window)
+    if (model.height, model.width) != (default.height, default.width):
+        # The server does not complete a single side with the model's other side.
+        options |= {"height": str(model.height), "width": str(model.width)}
+    if model.text_on_cpu != default.text_on_cpu:
+        options["model.text_encoder_device"] = "cpu" if model.text_on_cpu else "null"
+    if sessions > OmniConfig().max_sessions:
+        options["max_sessions"] = str(sessions)
+    if model.kv_itemsize != default.kv_itemsize:
+        flags.append("--kv-cache-dtype fp8")
+    if model.weight_itemsize == WEIGHT_ITEMSIZES["fp8"] != default.weight_itemsize:
+        flags.append("--quantization fp8")
+    if model.adapters:
+        flags.append(
+            f"--enable-lora --max-loras {model.adapters} --max-lora-rank {model.adapter_rank}"
+        )
+    return flags + [f"--additional-config.omni.{name} {value}" for name, value in options.items()]
+
+
+def _split_options(split: ParallelSplit) -> tuple[list[str], dict[str, str]]:
+    """Return the flags of vLLM and the options under `omni` that select a split."""
     flags, options = [], {}
     if split.ranks > 1:
         flags.append(f"--tensor-parallel-size {split.ranks}")
@@ -146,22 +211,20 @@ def _options(model: StreamModel, split: ParallelSplit) -> list[str]:
         options["vae_parallel"] = "true"
     if split.temporal:
         options["pipeline"] = "temporal"
-    if model.preset != DEFAULT_PRESET:
-        options["model.preset"] = model.preset
-    if model.in_flight > 1:
-        options["chunks_in_flight"] = str(model.in_flight)
-    if model.noise_matched:
-        options["model.cache"] = "noise_matched"
-    if model.video_input:
-        options["model.video_input"] = "true"
-    if model.chunk != StreamModel.chunk and not model.grid_tokens:  # else the checkpoint sets it
-        options["model.latent_frames_per_chunk"] = str(model.chunk)
-    if model.kv_itemsize == 1:
-        flags.append("--kv-cache-dtype fp8")
-    if model.weight_itemsize == WEIGHT_ITEMSIZES["fp8"]:
-        flags.append("--quantization fp8")
-    if model.adapters:
-        flags.append(
-            f"--enable-lora --max-loras {model.adapters} --max-lora-rank {model.adapter_rank}"
+    return flags, options
+
+
+def _notes(model: StreamModel, defaults: ServedDefaults) -> list[str]:
+    """Return a line for each planned setting that no single option of the server selects."""
+    notes = []
+    if model.weight_itemsize == WEIGHT_ITEMSIZES["nvfp4"]:
+        notes.append(
+            "note: NVFP4 weights need a checkpoint that is stored in NVFP4, which needs no option"
         )
-    return flags + [f"--additional-config.omni.{name} {value}" for name, value in options.items()]
+    if model.denoise > defaults.schedule_steps:
+        notes.append(
+            f"note: {model.denoise} denoise steps are more than the model's "
+            f"{defaults.schedule_steps}: list them in omni.model.denoising_steps and "
+            "omni.model.video_denoising_steps"
+        )
+    return notes

@@ -4,11 +4,18 @@ speeds.
 """
 
 import argparse
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.cli.parsers import add_command
 from vllm_omni.model_executor.presets import DEFAULT_PRESET, PresetName
+
+if TYPE_CHECKING:
+    from vllm_omni.planning.stream_model import StreamModel
+
+LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM accepts for `--max-lora-rank`. They are repeated here, because `plan` does not
+import vLLM."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -76,6 +83,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--max-lora-rank",
         type=int,
+        choices=LORA_RANKS,
         default=16,
         help="largest rank of an adapter (default: 16, as in vLLM)",
     )
@@ -93,7 +101,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from vllm_omni.planning.memory import GPU_BYTES
     from vllm_omni.planning.models import model_of, size_names
-    from vllm_omni.planning.report import WEIGHT_ITEMSIZES, fits_text, plan_text
+    from vllm_omni.planning.report import WEIGHT_ITEMSIZES, ServedDefaults, fits_text, plan_text
 
     if args.gpu not in GPU_BYTES:
         raise CommandError(f"--gpu must be one of {', '.join(GPU_BYTES)}, got {args.gpu}")
@@ -121,30 +129,36 @@ def run(args: argparse.Namespace) -> int:
     if args.text_encoder is not None:
         changes["text_on_cpu"] = args.text_encoder == "host"
     if args.max_loras is not None:
-        if not (1 <= args.max_loras <= 64 and 1 <= args.max_lora_rank <= 512):
-            raise CommandError("--max-loras must be from 1 to 64, --max-lora-rank from 1 to 512")
+        if not 1 <= args.max_loras <= 64:
+            raise CommandError(f"--max-loras must be from 1 to 64, got {args.max_loras}")
         changes |= {"adapters": args.max_loras, "adapter_rank": args.max_lora_rank}
     changes |= _cache(args)
-    if args.model == "all":
-        if args.preset != DEFAULT_PRESET:
-            raise CommandError("`plan all` lists every precision: name one model with --preset")
-        print(fits_text([model_of(name, **sized(changes)) for name in size_names()]))
-        return 0
+    if args.model == "all" and args.preset != DEFAULT_PRESET:
+        raise CommandError("`plan all` lists every precision: name one model with --preset")
     try:
+        if args.model == "all":
+            print(fits_text([_sized(model_of(name), changes) for name in size_names()]))
+            return 0
         model = model_of(args.model, args.preset, **changes)
-        print(plan_text(model, args.gpu, args.n, args.sessions))
+        defaults = ServedDefaults(
+            model_of(args.model, args.preset), schedule_steps=model_of(args.model).denoise
+        )
+        print(plan_text(model, defaults, args.gpu, args.n, args.sessions))
     except ValueError as error:
         raise CommandError(str(error)) from error
     return 0
 
 
-def sized(changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the `vllm-omni plan` settings that every model supports. `plan all` ignores all other
-    settings.
+def _sized(model: "StreamModel", changes: dict[str, Any]) -> "StreamModel":
+    """Return a model of `plan all` with the user's video size and window.
 
-    `plan all` prints one row for each precision and device of the text encoder.
+    `plan all` ignores all other settings, because it prints one row for each precision and device
+    of the text encoder. A model with a fixed token grid keeps its own size and window.
     """
-    return {name: value for name, value in changes.items() if name in ("height", "width", "window")}
+    from vllm_omni.planning.models import model_of
+
+    sizes = {name: changes[name] for name in ("height", "width", "window") if name in changes}
+    return model if model.grid_tokens else model_of(model.name, **sizes)
 
 
 def _cache(args: argparse.Namespace) -> dict[str, Any]:
