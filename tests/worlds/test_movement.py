@@ -181,10 +181,19 @@ def test_a_walker_cannot_cross_a_wall_from_within() -> None:
         assert float(_move(inside, (-8.0, 0.0), grid)[2, 3]) == pytest.approx(1.3, abs=1e-3)
 
 
-def test_no_camera_moves_if_every_cell_is_blocked() -> None:
-    grid = OccupancyGrid(torch.ones(20, 20, dtype=torch.bool), 20.0)
+def test_a_camera_deep_in_a_wall_moves_freely() -> None:
+    """A camera more than 64 cells deep in a wall moves as in a world without walls, because the
+    search for the nearest free cell would take long. So does a camera if every cell is blocked.
+    """
+    cells = torch.ones(2000, 2000, dtype=torch.bool)
     pose = world_pose(1, 2, 30)
-    assert torch.equal(_walk(pose, "w", 3, grid), pose)
+    free = _walk(pose, "w", 3, None)
+    torch.testing.assert_close(_walk(pose, "w", 3, OccupancyGrid(cells, 200.0)), free)
+    cells[:, 1070:] = False  # from x = 7
+    deep = _walk(world_pose(0.4, 0, 270), "w", 3, OccupancyGrid(cells, 200.0))
+    torch.testing.assert_close(deep, _walk(world_pose(0.4, 0, 270), "w", 3, None))
+    led_out = _walk(world_pose(0.7, 0, 270), "w", 3, OccupancyGrid(cells, 200.0))
+    assert float(led_out[0, 3]) == pytest.approx(0.7)
 
 
 def test_the_distance_to_free_ground_is_exact() -> None:
@@ -200,8 +209,8 @@ def test_the_distance_to_free_ground_is_exact() -> None:
     apart_NM2 = torch.remainder(positions[:, None] - middle_M2 + 6, 12) - 6
     half_2 = torch.tensor([0.2, 0.25], dtype=torch.float64)
     expected_N = (apart_NM2.abs() - half_2).clamp(min=0).norm(dim=-1).amin(dim=1)
-    assert torch.allclose(grid.distance_to_free(positions), expected_N, rtol=0, atol=1e-9)
-    assert bool((grid.distance_to_free(positions) == 0).eq(~grid.blocked(positions)).all())
+    assert torch.allclose(grid.distance_to_free(positions, 30), expected_N, rtol=0, atol=1e-9)
+    assert bool((grid.distance_to_free(positions, 30) == 0).eq(~grid.blocked(positions)).all())
 
 
 @pytest.fixture(scope="module")

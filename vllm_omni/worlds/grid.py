@@ -42,7 +42,7 @@ class OccupancyGrid:
         down, right = self._in_cells(positions_2)
         return self.cells[down.long().clamp(max=rows - 1), right.long().clamp(max=columns - 1)]
 
-    def distance_to_free(self, positions_2: torch.Tensor) -> torch.Tensor:
+    def distance_to_free(self, positions_2: torch.Tensor, most_cells: int) -> torch.Tensor:
         """Return the distance from positions to the nearest free cell.
 
         The free cells are searched in a window around each position. The window grows until it
@@ -51,12 +51,15 @@ class OccupancyGrid:
 
         Args:
             positions_2: x and z positions in metres, fp64 [..., 2].
+            most_cells: Largest distance to search, in cells.
 
         Returns:
-            The distances in metres, fp64 [...]: 0 in a free cell, and infinite if no cell is free.
+            The distances in metres, fp64 [...]: 0 in a free cell, and infinite if there is no free
+            cell within `most_cells`.
         """
         rows, columns = self.cells.shape
         down_P, right_P = self._in_cells(positions_2.reshape(-1, 2))
+        most_cells = min(most_cells, (max(rows, columns) + 1) // 2)
         radius = 1
         while True:
             offsets_W = torch.arange(-radius, radius + 1)
@@ -69,9 +72,9 @@ class OccupancyGrid:
             distance_P = distance_PWW.masked_fill(blocked_PWW, math.inf).amin(dim=(1, 2))
             # Cells outside the window are farther away than `radius` cells.
             is_exact = bool((distance_P <= radius * self.cell_m).all())
-            if is_exact or 2 * radius >= max(rows, columns):
+            if is_exact or radius >= most_cells:
                 return distance_P.view(positions_2.shape[:-1])
-            radius *= 2
+            radius = min(2 * radius, most_cells)
 
     def _in_cells(self, positions_2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the distances of positions from the northern and the western edge, in cells."""

@@ -40,6 +40,10 @@ _CLOSER_M: Final = 1e-9
 """Smallest reduction of the distance to the nearest free cell that counts, in metres. Rounding
 errors are far smaller.
 """
+_DEEPEST_CELLS: Final = 64
+"""Largest depth of a camera in a wall, in cells, at which it is led out of the wall. Deeper cameras
+move freely, because the search for free ground takes time.
+"""
 _SLIDES_DEGREES: Final = (0, 15, -15, 30, -30, 45, -45, 60, -60, 75, -75)
 """Directions in which a camera may slide if a substep is blocked, in degrees relative to the
 movement. The first free direction is used.
@@ -220,7 +224,8 @@ def _slide(
 
     A substep may end in a free cell. A camera in a blocked cell, for example after a camera path or
     at a client's start pose, may also move within the wall if the substep brings it closer to the
-    nearest free cell. Such a camera can always leave the wall, but cannot cross it.
+    nearest free cell. Such a camera can always leave the wall, but cannot cross it. A camera that
+    is more than `_DEEPEST_CELLS` deep in a wall moves freely.
     """
     slides = torch.deg2rad(torch.tensor(_SLIDES_DEGREES, dtype=torch.float64))
     cos_K, sin_K = slides.cos(), slides.sin()
@@ -235,8 +240,9 @@ def _slide(
         allowed_NK = ~grid.blocked(goals_NK2)
         inside_N = ~allowed_NK[:, -1]  # the last goal is the camera's present position
         if inside_N.any():
-            distance_NK = grid.distance_to_free(goals_NK2[inside_N])
-            allowed_NK[inside_N] |= distance_NK < distance_NK[:, -1:] - _CLOSER_M
+            distance_NK = grid.distance_to_free(goals_NK2[inside_N], _DEEPEST_CELLS)
+            present_N1 = distance_NK[:, -1:]
+            allowed_NK[inside_N] |= (distance_NK < present_N1 - _CLOSER_M) | present_N1.isinf()
             allowed_NK[inside_N, -1] = True
         before_N2, position_N2 = position_N2, goals_NK2[each, allowed_NK.byte().argmax(dim=1)]
         if torch.equal(position_N2, before_N2):
