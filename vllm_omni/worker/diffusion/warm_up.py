@@ -69,11 +69,11 @@ def warm_up(runner: DiffusionGPUModelRunner, used_before: int = 0) -> float:
         rebalance(runner, times)
     budget = MemoryBudget(runner.vllm_config, runner.device, used_before)
     with budget.measure():
-        session, _ = _run_session(runner)
-        if isinstance(runner.model, WarmsUpTwice) and runner.model.warms_up_twice:
-            _run_session(runner)
-        if runner.omni.degradations:  # the first chunk uses all degradations, later ones none
-            _run_session(runner, runner.omni.degradations)
+        twice = isinstance(runner.model, WarmsUpTwice) and runner.model.warms_up_twice
+        for _ in range(2 if twice else 1):
+            session, _ = _run_session(runner)
+            if runner.omni.degradations:  # the first chunk uses all degradations, later ones none
+                _run_session(runner, runner.omni.degradations)
     runner.sessions.max_bytes = runner.agreement.budget(
         budget.session_bytes(session.nbytes, runner.omni.max_session_bytes, session.growing_nbytes),
         session.nbytes,
