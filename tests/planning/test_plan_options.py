@@ -161,3 +161,9 @@ def test_a_plan_that_no_server_accepts_is_refused(argv: list[str], words: str) -
     args = make_parser().parse_args(["plan", *argv])
     with pytest.raises(CommandError, match=words):
         args.run(args)
+
+
+def test_adapters_are_refused_for_a_model_without_them() -> None:
+    """`vllm serve` refuses adapters for such a model, so `plan` prints no options for them."""
+    with pytest.raises(ValueError, match="waypoint takes no adapters; drop --max-loras"):
+        model_of("waypoint", adapters=2)

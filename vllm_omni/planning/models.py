@@ -89,7 +89,10 @@ def _with_preset(
     model: StreamModel, family_name: str, preset: PresetName, changes: Mapping[str, Any]
 ) -> StreamModel:
     """Return `model` with the values of a preset. Fields in `changes` keep their values."""
-    presets = get_family(family_name).presets
+    family = get_family(family_name)
+    if changes.get("adapters") and not family.takes_adapters:
+        raise ValueError(f"{family_name} takes no adapters; drop --max-loras")
+    presets = family.presets
     if preset not in presets:
         raise ValueError(f"{family_name} has no preset {preset!r}; allowed: {', '.join(presets)}")
     values, chosen = presets[preset].model, presets[preset]

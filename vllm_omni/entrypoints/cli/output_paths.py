@@ -23,7 +23,7 @@ def check_file(name: str, path: str | Path) -> None:
     """
     if os.path.isdir(path):
         raise CommandError(f"{name} {path} is a directory; name a file")
-    folder = os.path.dirname(os.path.abspath(path))
+    folder = os.path.dirname(os.path.realpath(path))
     if not os.path.isdir(folder):
         raise CommandError(
             f"{name} {path}: {folder} is not a directory; create it or name another file"

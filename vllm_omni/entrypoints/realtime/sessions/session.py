@@ -408,8 +408,8 @@ class Session:
     async def _start(self, run: SessionRun) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
         """Prepare a run: check the session's position, plan the chunks and load the start images.
 
-        A session that restarts is freed only after all checks, so a refused restart changes
-        nothing.
+        A session that restarts is freed only after these checks. If the engine refuses the restart,
+        the session must be started again.
 
         Returns:
             `(images, warnings)`. `images` contains the start images, which are sent as the
