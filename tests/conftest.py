@@ -93,7 +93,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         deselected &= collection_path == config.rootpath / _ENGINE_FOLDER
     else:
         is_test = collection_path.match("test_*.py") and _runs_cuda_tests(config)
-        deselected = is_test and "mark.cuda" not in collection_path.read_text()
+        deselected = is_test and "cuda" not in collection_path.read_text()
     return True if deselected else None
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from ar_engine import SCHEDULER, WORKER, params
 from helpers.waits import pause_task
@@ -45,6 +46,18 @@ IEEE_PRODUCTS = {"TRITON_F32_DEFAULT": "ieee"}
 """Environment variable for the worker that makes Triton multiply fp32 values in full fp32
 precision.
 """
+LIMIT_S = 300
+"""Timeout in seconds for a test whose engine compiles its model."""
+ON_CUDA = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+ON_TWO_GPUS = [
+    pytest.mark.cuda,
+    pytest.mark.nightly,
+    pytest.mark.timeout(LIMIT_S),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
 FINAL = RequestOutputKind.FINAL_ONLY
 WIDTH = 256
 """Hidden size of the model that `write_model` writes."""

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from ar_cuda import FINAL, PROMPTS, WIDTH, Engine, Reference
+from ar_cuda import FINAL, ON_CUDA, PROMPTS, WIDTH, Engine, Reference
 from ar_engine import params
 from helpers.ar_compatibility import feature
 from vllm.config import CompilationMode, CUDAGraphMode
@@ -21,10 +20,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm_omni.hidden_states import concat, hidden_states_of
 from vllm_omni.outputs import RequestFailed
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = ON_CUDA
 
 MAX_BYTES = 260 * 3 * WIDTH * 2
 """Byte limit of the shared engines: 260 hidden states of three layers."""

@@ -6,9 +6,10 @@ adapters.
 from pathlib import Path
 
 import pytest
-import torch
 from ar_cuda import (
     FINAL,
+    LIMIT_S,
+    ON_CUDA,
     PROMPTS,
     SHARED_GPU,
     Engine,
@@ -21,15 +22,7 @@ from vllm.lora.request import LoRARequest
 
 from vllm_omni.hidden_states import hidden_states_of
 
-LIMIT_S = 300
-"""Timeout in seconds for a test whose engine compiles its model."""
-
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.nightly,
-    pytest.mark.timeout(LIMIT_S),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [*ON_CUDA, pytest.mark.nightly, pytest.mark.timeout(LIMIT_S)]
 
 
 @feature("M-RoPE and multimodal inputs (Qwen2-VL)", "V2")

@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from ar_cuda import FINAL, PROMPTS, Engine, Reference, check_all_modes
+from ar_cuda import FINAL, ON_CUDA, PROMPTS, Engine, Reference, check_all_modes
 from ar_engine import params
 from helpers.ar_compatibility import feature
 
 from vllm_omni.hidden_states import hidden_states_of
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = ON_CUDA
 
 
 @pytest.fixture(scope="module")

@@ -5,21 +5,11 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-from ar_cuda import FINAL, PROMPTS, Engine, Reference, check_all_modes
+from ar_cuda import FINAL, ON_TWO_GPUS, PROMPTS, Engine, Reference, check_all_modes
 from ar_engine import params
 from helpers.ar_compatibility import feature
 
-LIMIT_S = 300
-"""Timeout in seconds for a test whose engine compiles its model."""
-
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.nightly,
-    pytest.mark.timeout(LIMIT_S),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = ON_TWO_GPUS
 
 
 @feature("tensor parallelism (TP 2)", "V2")

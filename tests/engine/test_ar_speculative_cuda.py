@@ -5,15 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from ar_cuda import FINAL, PROMPTS, Engine, Reference, check_ngram_drafts, write_model
+from ar_cuda import FINAL, ON_CUDA, PROMPTS, Engine, Reference, check_ngram_drafts, write_model
 from ar_eagle import BLOCKS, DRAFTER_LAYERS, write_eagle3_drafter
 from ar_engine import params
 from helpers.ar_compatibility import feature
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = ON_CUDA
 
 
 @feature("speculative decoding (ngram)", "V2")

@@ -3,20 +3,13 @@
 
 from pathlib import Path
 
-import pytest
-import torch
+from ar_cuda import ON_TWO_GPUS
 from ar_torchrun import run_two_ranks
 from helpers.ar_compatibility import feature
 
 TORCHRUN_LIMIT_S = 120
-LIMIT_S = 300
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.nightly,
-    pytest.mark.timeout(LIMIT_S),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = ON_TWO_GPUS
 
 
 @feature("external launcher (torchrun, TP 2)", "V2")
