@@ -75,7 +75,9 @@ def proxy(servers: Mapping[str, int]) -> Iterator[tuple[int, psutil.Process]]:
             "bind 127.0.0.1:8404": f"bind 127.0.0.1:{statistics_port}",
             "127.0.0.1:10000": f"127.0.0.1:{peer_port}",
             "/run/haproxy/admin.sock": f"{folder}/admin.sock",
+            "maxconn 40000": "maxconn 4000",
             "maxconn 20000": "maxconn 2000",
+            "abns@vllm-omni-router": f"abns@vllm-omni-router-{port}",
             "    user haproxy\n    group haproxy\n": "",
         }.items():
             assert old in text, old

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import itertools
 import socket
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,83 +17,14 @@ from helpers.echo_server import EchoServer
 from helpers.haproxy import CHECK_S, Proxy, needs_haproxy, running_proxy
 from helpers.http2 import http2_client
 from helpers.ports import port_for_a_server
+from helpers.proxied_servers import COOKIE, ECHO, SERVER_HEADER, ProxiedServers, proxied
 from helpers.waits import exactly_in_task, seconds, until
 from websockets.frames import Frame, Opcode
 from yarl import URL
 
 pytestmark = needs_haproxy
 
-SERVER_HEADER, SESSION_HEADER = "X-Omni-Server", "X-Session-Id"
-COOKIE = "vllm_omni_server"
-NAMES = "abcdefgh"
-ECHO = "/v1/realtime/echo"
-
-
-class ProxiedServers:
-    """A proxy, its servers (`a`, `b` and so on) and an HTTP client."""
-
-    def __init__(
-        self, proxy: Proxy, servers: list[EchoServer], client: aiohttp.ClientSession
-    ) -> None:
-        self.proxy, self.url, self.servers, self.client = proxy, proxy.url, servers, client
-
-    async def checked(self, up: int, total: int | None = None) -> None:
-        """Wait until the proxy's health checks have found `up` servers with free capacity and
-        `total` live servers.
-        """
-        await asyncio.to_thread(self.proxy.wait_until_checked, up, total)
-
-    async def who(self, path: str = "/v1/images/generations", **headers: str) -> str:
-        async with self.client.post(self.url + path, json={}, headers=headers) as response:
-            reply = await response.json()
-            assert response.status == 201, reply
-            assert response.headers[SERVER_HEADER] == reply["name"]
-            return str(reply["name"])
-
-    async def status(self, path: str, **headers: str) -> int:
-        async with self.client.get(self.url + path, headers=headers) as response:
-            return response.status
-
-    @contextlib.asynccontextmanager
-    async def socket(
-        self, query: str = "", **headers: str
-    ) -> AsyncIterator[tuple[aiohttp.ClientWebSocketResponse, str]]:
-        """Open a WebSocket and yield `(socket, server name)`."""
-        async with self.client.ws_connect(
-            f"{self.url}{ECHO}{query}",
-            headers=headers,
-            protocols=["other", "chosen"],
-            max_msg_size=0,
-            autoping=False,
-        ) as socket:
-            yield socket, await socket.receive_str()
-
-    async def home(self, query: str = "", **headers: str) -> str:
-        """Open a new WebSocket and return the name of the server that accepts it."""
-        async with self.socket(query, **headers) as (_, name):
-            return name
-
-
-@contextlib.asynccontextmanager
-async def proxied(
-    folder: Path, num_servers: int = 2, edits: dict[str, str] | None = None
-) -> AsyncIterator[ProxiedServers]:
-    servers = [EchoServer(name) for name in NAMES[:num_servers]]
-    for server in servers:
-        await server.start()
-    addresses = {server.name: server.address for server in servers}
-    # The servers run in this event loop, so calls that block until the servers respond run in a
-    # thread.
-    proxy = await asyncio.to_thread(Proxy, folder, addresses, edits)
-    try:
-        async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as client:
-            cluster = ProxiedServers(proxy, servers, client)
-            await cluster.checked(num_servers)
-            yield cluster
-    finally:
-        proxy.stop()
-        for server in servers:
-            await server.runner.cleanup()
+SESSION_HEADER = "X-Session-Id"
 
 
 def test_requests_pass_through_unchanged(tmp_path: Path) -> None:
@@ -412,94 +342,11 @@ def test_sockets_pass_everything_both_ways(tmp_path: Path) -> None:
                 )
             async with cluster.socket() as (socket, name):
                 await socket.close(code=3001)
-            server = cluster.servers[NAMES.index(name)].sockets[-1]
+            server = next(each for each in cluster.servers if each.name == name).sockets[-1]
             await until(lambda: server.close_code == 3001)
             with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
                 await cluster.client.ws_connect(cluster.url + "/v1/realtime/private")
             assert refused.value.status == 401
-
-    asyncio.run(scenario())
-
-
-def test_a_dead_server_ends_only_its_own_sockets(tmp_path: Path) -> None:
-    """When a server dies, its WebSockets close immediately, and its sessions start again on another
-    server.
-
-    Once the server is running again, it receives requests again.
-    """
-
-    async def scenario() -> None:
-        async with proxied(tmp_path) as cluster:
-            async with (
-                cluster.socket("?server=a&session=s") as (lost, first),
-                cluster.socket("?server=b&session=t") as (retained, second),
-            ):
-                assert (first, second) == ("a", "b")
-                await cluster.servers[0].die()
-                message = await asyncio.wait_for(lost.receive(), seconds(5))
-                assert message.type in (WSMsgType.CLOSED, WSMsgType.ERROR)
-                await retained.send_str("still here")
-                assert await retained.receive_str() == "still here"
-            # The session starts on server b even before the next health check.
-            assert await cluster.home("?session=s") == "b"
-            assert {await cluster.who() for _ in range(4)} == {"b"}
-            await cluster.checked(1, 1)
-            async with cluster.client.get(cluster.url + "/omni/ready") as response:
-                info = await response.json()
-                assert (response.status, info) == (
-                    200,
-                    {"status": "ready", "servers_with_room": 1},
-                )
-            await cluster.servers[0].start()
-            await cluster.checked(2)
-            assert await cluster.home("?session=s") == "b"  # The new session is on server b.
-            assert {await cluster.who() for _ in range(4)} == {"a", "b"}
-            async with cluster.client.get(cluster.url + "/omni/ready") as response:
-                assert (await response.json())["servers_with_room"] == 2
-
-    asyncio.run(scenario())
-
-
-def test_a_request_that_reached_a_server_is_not_repeated(tmp_path: Path) -> None:
-    """If a server dies during a request, the client gets 502. The proxy does not repeat the
-    request, because this could generate a chunk twice.
-    """
-
-    async def scenario() -> None:
-        async with proxied(tmp_path) as cluster:
-            request = asyncio.create_task(cluster.client.get(cluster.url + "/v1/slow").__aenter__())
-            await until(lambda: any(server.seen for server in cluster.servers))
-            hit = next(server for server in cluster.servers if server.seen)
-            hit.seen[0].transport.abort()  # type: ignore[union-attr]
-            response = await request
-            assert response.status == 502
-            assert (await response.json())["error"]["code"] == "server_failed"
-            assert sum(len(server.seen) for server in cluster.servers) == 1
-            response.close()
-
-    asyncio.run(scenario())
-
-
-def test_a_server_that_stopped_answering_is_disconnected(tmp_path: Path) -> None:
-    """When a server fails its health checks, the proxy closes the connections of the server's
-    clients.
-
-    Otherwise the connections would stay open, because neither a frozen process nor a machine that
-    lost power closes them.
-    """
-
-    async def scenario() -> None:
-        edits = {"timeout check 5s": "timeout check 200ms"}
-        async with (
-            proxied(tmp_path, edits=edits) as cluster,
-            cluster.socket("?server=a") as (quiet, _),
-            cluster.socket("?server=b") as (lost, _),
-        ):
-            cluster.servers[1].status = "engine_dead"
-            message = await asyncio.wait_for(lost.receive(), seconds(5))
-            assert message.type in (WSMsgType.CLOSED, WSMsgType.ERROR)
-            await quiet.send_str("still here")
-            assert await quiet.receive_str() == "still here"
 
     asyncio.run(scenario())
 
@@ -547,36 +394,6 @@ def test_frames_that_arrive_with_the_handshake_reach_the_server(tmp_path: Path) 
             reply = await asyncio.to_thread(send, cluster.proxy.port)
             assert reply.startswith(b"HTTP/1.1 101 ")
             assert cluster.servers[0].num_pings == 1
-
-    asyncio.run(scenario())
-
-
-def test_without_any_server_requests_get_503(tmp_path: Path) -> None:
-    """`/health` returns 200 while any server is alive, and `/omni/ready` returns 200 while any
-    server has free capacity.
-    """
-
-    async def scenario() -> None:
-        async with proxied(tmp_path) as cluster:
-            assert await cluster.status("/health") == 200
-
-            async def statuses() -> dict[str, int]:
-                paths = ("/health", "/omni/ready", "/v1/models")
-                return {path: await cluster.status(path) for path in paths}
-
-            for server in cluster.servers:
-                server.status = "capacity"
-            await cluster.checked(0, 2)
-            assert await statuses() == {"/health": 200, "/omni/ready": 503, "/v1/models": 503}
-            for server in cluster.servers:
-                server.status = "engine_dead"
-            await cluster.checked(0, 0)
-            assert await statuses() == {"/health": 503, "/omni/ready": 503, "/v1/models": 503}
-            async with cluster.client.get(cluster.url + "/omni/ready") as response:
-                assert (await response.json())["status"] == "engine_dead"
-            with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
-                await cluster.client.ws_connect(cluster.url + ECHO)
-            assert refused.value.status == 503
 
     asyncio.run(scenario())
 

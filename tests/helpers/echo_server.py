@@ -17,6 +17,7 @@ class EchoServer:
         self.name, self.status = name, "ready"
         self.videos: set[str] = set()
         self.seen: list[web.Request] = []
+        self.slow: list[web.Request] = []
         self.cancelled = 0
         self.sockets: list[web.WebSocketResponse] = []
         self.num_pings, self.num_refused = 0, 0
@@ -35,7 +36,7 @@ class EchoServer:
         app.router.add_get("/v1/realtime/slow", self._slow_socket)
         app.router.add_get("/v1/realtime/private", self._refuse)
         app.router.add_route("*", "/v1/videos/{id}", self._video)
-        app.router.add_get("/v1/slow", self._slow)
+        app.router.add_route("*", "/v1/slow", self._slow)
         app.router.add_get("/v1/stream", self._stream)
         app.router.add_post("/v1/refused", self._refuse_body)
         app.router.add_route("*", "/{path:.*}", self._echo)
@@ -77,6 +78,7 @@ class EchoServer:
     async def _slow(self, request: web.Request) -> web.Response:
         try:
             self.seen.append(request)
+            self.slow.append(request)
             await exactly_in_task(30)
         except asyncio.CancelledError:
             self.cancelled += 1
