@@ -16,6 +16,10 @@ from pathlib import Path
 TEMPLATE = Path(__file__).with_name("haproxy.cfg")
 _SERVER = re.compile(r"(?P<name>[A-Za-z0-9-]{1,63})=(?P<address>[^\s=]+:\d+)")
 _EXAMPLE = re.compile(r"^    server a \S+(?P<options>.*)\n    server b .*\n", re.M)
+_RULE = re.compile(
+    r"^(?P<line>    http-request .*servers/a\) }\n)    http-request .*servers/b\) }\n", re.M
+)
+_NAME_IN_RULE = re.compile(r"(?<=servers/)a\b|(?<=str\()a\b|(?<=-m str )a\b")
 
 
 def configure(template: str, servers: Mapping[str, str], options: str = "") -> str:
@@ -42,10 +46,14 @@ def configure(template: str, servers: Mapping[str, str], options: str = "") -> s
             for name, address in servers.items()
         )
 
+    def rules(example: re.Match[str]) -> str:
+        return "".join(_NAME_IN_RULE.sub(name, example["line"]) for name in servers)
+
     text, count = _EXAMPLE.subn(lines, template)
+    text, num_rules = _RULE.subn(rules, text)
     names = "acl is_known_server var(txn.server) -m str"
-    if count != 2 or f"{names} a b\n" not in text:
-        raise ValueError("the template has no longer the servers a and b in three places")
+    if count != 2 or num_rules != 2 or f"{names} a b\n" not in text:
+        raise ValueError("the template has no longer the servers a and b in five places")
     return text.replace(f"{names} a b\n", f"{names} {' '.join(servers)}\n")
 
 

@@ -98,7 +98,7 @@ def test_a_named_session_returns_to_its_server(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         async with proxied(tmp_path, 3) as cluster:
-            homes = {f"s{n}": await cluster.home(f"?session=s{n}") for n in range(12)}
+            homes = {f"s:{n}": await cluster.home(f"?session=s:{n}") for n in range(12)}
             assert len(set(homes.values())) == 3
             for server in cluster.servers:
                 server.status = "capacity"
@@ -106,6 +106,8 @@ def test_a_named_session_returns_to_its_server(tmp_path: Path) -> None:
             for session, home in homes.items():
                 assert await cluster.home(**{SESSION_HEADER: session}) == home
                 assert await cluster.who(**{SESSION_HEADER: session}) == home
+                encoded = f"?session={session.replace(':', '%3A')}"
+                assert await cluster.home(encoded) == home
                 for path in (f"/v1/sessions/{session}/snapshot", f"/omni/sessions/{session}/x"):
                     assert await cluster.who(path) == home
             # A new session is refused, because no server has free capacity.

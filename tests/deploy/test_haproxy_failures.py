@@ -4,6 +4,8 @@ responding.
 """
 
 import asyncio
+import signal
+import socket
 from pathlib import Path
 
 import aiohttp
@@ -11,8 +13,8 @@ import pytest
 from aiohttp import WSMsgType
 from helpers.haproxy import Proxy, needs_haproxy
 from helpers.http2 import http2_client
-from helpers.proxied_servers import ECHO, ProxiedServers, proxied
-from helpers.waits import seconds, until, wait_until
+from helpers.proxied_servers import ECHO, SERVER_HEADER, ProxiedServers, proxied
+from helpers.waits import pause, pause_task, seconds, until, wait_until
 
 pytestmark = needs_haproxy
 
@@ -116,6 +118,73 @@ def test_an_http_2_request_that_reached_a_server_is_not_repeated(tmp_path: Path)
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/models?server=b", "/v1/videos/video_b.x", "/health?server=b"]
+)
+def test_a_request_for_a_server_that_is_down_gets_503(tmp_path: Path, path: str) -> None:
+    """The request does not reach the server, because a hung server would not respond."""
+
+    async def scenario() -> None:
+        async with proxied(tmp_path) as cluster:
+            cluster.servers[1].status = "engine_dead"
+            await cluster.checked(1, 1)
+            for _ in range(2):
+                async with cluster.client.get(cluster.url + path) as response:
+                    assert response.status == 503
+                    assert (await response.json())["error"]["code"] == "server_down"
+            with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+                await cluster.home("?session=s&server=b")
+            assert refused.value.status == 503
+            assert not cluster.servers[1].seen
+
+    asyncio.run(scenario())
+
+
+def test_requests_for_a_server_that_has_just_died_get_a_response(tmp_path: Path) -> None:
+    """Until health checks fail, the proxy tries to connect. When they fail, it ends these attempts.
+
+    Each request still gets a response, also on a connection that the client has used before.
+    """
+
+    async def scenario() -> None:
+        async with proxied(tmp_path) as cluster:
+            await cluster.who(**{SERVER_HEADER: "a"})
+            await cluster.servers[1].die()
+            seen = set()
+            for _ in range(8):
+                url = cluster.url + "/v1/images/generations?server=b"
+                async with cluster.client.post(url, json={}) as response:
+                    seen.add((response.status, (await response.json())["error"]["code"]))
+                await pause_task(0.05)
+            assert seen <= {(503, "capacity"), (503, "server_down")}
+            assert (503, "server_down") in seen
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_meets_a_stopping_proxy_is_told_to_try_again(tmp_path: Path) -> None:
+    """A proxy that is told to stop (SIGUSR1) has closed the socket between its two parts. The
+    response says that the proxy is stopping, and the proxy logs the request.
+    """
+
+    def ask(proxy: Proxy) -> bytes:
+        with socket.create_connection(("127.0.0.1", proxy.port), timeout=seconds(10)) as raw:
+            raw.sendall(b"POST /v1/half HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nhe")
+            pause(0.1)
+            proxy.process.send_signal(signal.SIGUSR1)
+            wait_until(lambda: "Stopping" in proxy.log or "stopped" in proxy.log)
+            raw.sendall(b"re")
+            return raw.recv(1 << 16)
+
+    async def scenario() -> None:
+        async with proxied(tmp_path) as cluster:
+            response = await asyncio.to_thread(ask, cluster.proxy)
+            assert response.startswith(b"HTTP/1.1 503 ") and b'"draining"' in response
+            await until(lambda: "POST /v1/half" in cluster.proxy.log)
+
+    asyncio.run(scenario())
+
+
 def test_a_request_that_takes_too_long_gets_504(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with proxied(
@@ -164,17 +233,21 @@ def test_without_any_server_requests_get_503(tmp_path: Path) -> None:
             assert await cluster.status("/health") == 200
 
             async def statuses() -> dict[str, int]:
-                paths = ("/health", "/omni/ready", "/v1/models")
+                paths = ("/health", "/omni/ready", "/v1/files")
                 return {path: await cluster.status(path) for path in paths}
 
             for server in cluster.servers:
                 server.status = "capacity"
             await cluster.checked(0, 2)
-            assert await statuses() == {"/health": 200, "/omni/ready": 503, "/v1/models": 503}
+            assert await statuses() == {"/health": 200, "/omni/ready": 503, "/v1/files": 503}
+            # The web page comes from a full server, and tells its reader that there is no room.
+            for path in ("/", "/omni/", "/omni/app.js?v=1", "/v1/models", "/v1/omni/ticket"):
+                assert await cluster.status(path) == 201
             for server in cluster.servers:
                 server.status = "engine_dead"
             await cluster.checked(0, 0)
-            assert await statuses() == {"/health": 503, "/omni/ready": 503, "/v1/models": 503}
+            assert await statuses() == {"/health": 503, "/omni/ready": 503, "/v1/files": 503}
+            assert await cluster.status("/omni/") == 503
             async with cluster.client.get(cluster.url + "/omni/ready") as response:
                 assert (await response.json())["status"] == "engine_dead"
             with pytest.raises(aiohttp.WSServerHandshakeError) as refused:

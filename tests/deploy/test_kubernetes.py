@@ -174,7 +174,7 @@ def test_the_proxy_has_the_files_that_its_configuration_names() -> None:
     assert ports == {int(port) for port in re.findall(r"^    bind :(\d+)", config, re.M)}
 
 
-def test_configure_writes_each_server_in_three_places() -> None:
+def test_configure_writes_each_server_in_all_places() -> None:
     configure = load_script(DEPLOY / "haproxy" / "configure.py").configure
     template = (DEPLOY / "haproxy" / "haproxy.cfg").read_text()
     text = configure(template, {"x-1": "h:1", "x-2": "h:2", "x-3": "h:3"}, "resolvers cluster")
@@ -183,5 +183,10 @@ def test_configure_writes_each_server_in_three_places() -> None:
         line = f"    server x-{number} h:{number}"
         assert f"{line} resolvers cluster\n" in text
         assert f"{line} track servers/x-{number} resolvers cluster\n" in text
-    with pytest.raises(ValueError, match="three places"):
+        is_down = f"-m str x-{number} }} !{{ srv_is_up(servers/x-{number}) }}\n"
+        assert f"set-var(txn.is_down) bool(true) if {{ var(txn.server) {is_down}" in text
+        assert (
+            f"set-var(txn.alive) str(x-{number}) if {{ srv_is_up(servers/x-{number}) }}\n" in text
+        )
+    with pytest.raises(ValueError, match="five places"):
         configure(text, {"y": "h:1"})

@@ -9,6 +9,7 @@ from pathlib import Path
 import aiohttp
 from helpers.echo_server import EchoServer
 from helpers.haproxy import Proxy
+from yarl import URL
 
 COOKIE, ECHO, SERVER_HEADER = "vllm_omni_server", "/v1/realtime/echo", "X-Omni-Server"
 _NAMES = "abcdefgh"
@@ -45,7 +46,7 @@ class ProxiedServers:
     ) -> AsyncIterator[tuple[aiohttp.ClientWebSocketResponse, str]]:
         """Open a WebSocket and yield `(socket, server name)`."""
         async with self.client.ws_connect(
-            f"{self.url}{ECHO}{query}",
+            URL(f"{self.url}{ECHO}{query}", encoded=True),
             headers=headers,
             protocols=["other", "chosen"],
             max_msg_size=0,
