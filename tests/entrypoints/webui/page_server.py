@@ -5,6 +5,7 @@ server uses stock vLLM's key check.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 from helpers.fake_engine import EndpointServer, FakeEngine
@@ -50,14 +51,23 @@ class PageServer(EndpointServer):
 
     def cut_connections(self) -> int:
         """Abort all open WebSockets, as a network failure does, and return their number."""
-        sockets = [
-            item
-            for item in self.server.server_state.connections
-            if item.transport and not _is_http(item)
-        ]
+        sockets = self._open_sockets()
         for item in sockets:
             item.loop.call_soon_threadsafe(item.transport.abort)
         return len(sockets)
+
+    def time_out_pings(self) -> int:
+        """Close all open WebSockets as uvicorn does after an unanswered ping, and return their
+        number.
+        """
+        sockets = self._open_sockets()
+        for item in sockets:
+            item.loop.call_soon_threadsafe(item.keepalive_timeout)
+        return len(sockets)
+
+    def _open_sockets(self) -> list[Any]:
+        connections: list[Any] = list(self.server.server_state.connections)
+        return [item for item in connections if item.transport and not _is_http(item)]
 
 
 def _work() -> dict[str, bool]:

@@ -206,6 +206,55 @@ def test_a_dead_engine_is_reported(page: Page, engine: FakeEngine, retained: boo
     assert "Paused" not in page.run("window.told")
 
 
+SILENT = "Connection lost (the connection went silent). Reconnecting …"
+REMEMBER_NOTICES = """new MutationObserver(() => (window.told ??= []).push(notices.textContent))
+    .observe(notices, { childList: true, characterData: true, subtree: true })"""
+
+
+def test_an_unanswered_ping_is_not_taken_for_a_dead_engine(
+    page: Page, engine: FakeEngine, server: PageServer
+) -> None:
+    """A server that gets no reply to its pings, for example because the laptop slept, closes the
+    connection with 1011. The page reports a silent connection and resumes the session.
+    """
+    start_now(page)
+    page.key("keyDown", "w")
+    later_chunks(engine, 1)
+    page.run(REMEMBER_NOTICES)
+    assert server.time_out_pings() == 1
+    page.wait_for(f"window.told?.includes({SILENT!r})")
+    page.wait_for("window.told.includes('This world is resumed.')")
+    later_chunks(engine, 2)
+    assert not any("engine" in text for text in page.run("window.told"))
+
+
+@pytest.mark.parametrize("is_later", [False, True], ids=["at_once", "after_a_later_chunk"])
+def test_an_unanswered_ping_after_an_engine_error(
+    page: Page, engine: FakeEngine, server: PageServer, is_later: bool
+) -> None:
+    """An unanswered ping means a dead engine if `engine_error` came before. It does not if a chunk
+    has arrived since that error, because the chunk shows that the engine is alive.
+    """
+
+    def fail(params: DiffusionParams) -> None:
+        raise RequestFailed("engine_error", "no such luck")
+
+    start_now(page)
+    page.key("keyDown", "w")
+    engine.fail = fail
+    page.wait_for("notices.textContent.includes('no such luck')")
+    page.run(REMEMBER_NOTICES)
+    engine.fail = lambda params: None
+    if is_later:
+        last = page.run(f"{PARTS}.then(({{ app }}) => app.world.lastChunk)")
+        page.run("notices.querySelector('button').click()")
+        page.wait_for(f"{PARTS}.then(({{ app }}) => app.world.lastChunk > {last})")
+    server.time_out_pings()
+    expected = SILENT if is_later else "The engine has stopped"
+    page.wait_for(f"window.told?.some((text) => text.startsWith({expected!r}))")
+    page.wait_for("window.told.includes('This world is resumed.')")
+
+
 def test_a_refused_request_stops_the_world_until_tried_again(
     page: Page, engine: FakeEngine
 ) -> None:

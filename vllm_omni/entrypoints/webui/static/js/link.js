@@ -2,8 +2,8 @@
 // One WebSocket to the world camera door that comes back by itself. Gets a ticket before each attempt, waits longer after
 // each failure, notices a silent peer. Goes to another server of the fleet when told to. Knows messages only as maps.
 //
-// Events: `up` {hello, again}, `message` {message}, `down` {reason, retryMs, code}, `refused` {code, reason} (no more
-// attempts).
+// Events: `up` {hello, again}, `message` {message}, `down` {reason, retryMs, code, givenUp} (givenUp: name of the server of
+// a moved session that is tried no longer, null = none), `refused` {code, reason} (no more attempts).
 
 import { decode, encode } from "./msgpack.js";
 
@@ -14,6 +14,8 @@ const PING_MS = 5000;
 const SILENCE_MS = 20000;
 const GREETING_MS = 10000;
 const LAST_FOLLOWED_FAILURE = 4;
+const SILENT_TEXT = "the connection went silent";
+const PING_TIMEOUT = "keepalive ping timeout"; // reason of uvicorn and websockets; the code is 1011, as for a dead engine
 
 /** Close codes after which trying again at once would be wrong, and what to tell. */
 const FINAL = {
@@ -40,6 +42,7 @@ export class Link extends EventTarget {
   #timers = new Set();
   #heardAt = 0;
   #askedAt = null; // when a ping was sent that nothing has followed yet
+  #hasEngineError = false; // on this connection, and no frame has come since
   #askKey;
   #key = null;
   #server = null; // {name, url, session} of the server to connect to; null = the one of the page
@@ -141,6 +144,8 @@ export class Link extends EventTarget {
     this.#askedAt = null;
     if (typeof data === "string") return;
     const message = decode(data);
+    if (message.code === "engine_error") this.#hasEngineError = true;
+    else if (message.type === "frame") this.#hasEngineError = false;
     if (this.hello === null && message.type === undefined) {
       this.#clearTimers();
       this.hello = message;
@@ -160,7 +165,7 @@ export class Link extends EventTarget {
     if (document.hidden) {
       this.#heardAt = performance.now(); // the browser may hold messages back
     } else if (performance.now() - this.#heardAt > SILENCE_MS) {
-      this.#lost(socket, "the connection went silent");
+      this.#lost(socket, SILENT_TEXT);
       return;
     }
     this.#askedAt ??= performance.now();
@@ -174,6 +179,8 @@ export class Link extends EventTarget {
       this.#drop();
       this.#wanted = false;
       this.#tell("refused", { code, reason: FINAL[code], detail: reason });
+    } else if (reason === PING_TIMEOUT && !this.#hasEngineError) {
+      this.#lost(socket, SILENT_TEXT); // the server heard nothing, for instance because this machine slept
     } else {
       this.#lost(socket, reason || "the connection was lost", null, code);
     }
@@ -190,16 +197,21 @@ export class Link extends EventTarget {
     this.#clearTimers();
     const socket = this.#socket;
     this.#socket = this.hello = this.rttMs = this.#askedAt = null;
+    this.#hasEngineError = false;
     if (socket) socket.onclose = socket.onmessage = null;
   }
 
   #again(reason, waitMs = null, code = null) {
-    if (this.#failures >= LAST_FOLLOWED_FAILURE) this.#server = null; // it has gone; the page's own server may know more
+    let givenUp = null;
+    if (this.#failures >= LAST_FOLLOWED_FAILURE && this.#server !== null) {
+      givenUp = this.#server.name;
+      this.#server = null; // the page's own server may know more
+    }
     const ceiling = Math.min(LAST_RETRY_MS, FIRST_RETRY_MS * 2 ** this.#failures);
     const retryMs = waitMs ?? ceiling * (0.75 + Math.random() / 2);
     this.#failures += 1;
     this.#after(retryMs, () => this.#attempt());
-    this.#tell("down", { reason, retryMs, code });
+    this.#tell("down", { reason, retryMs, code, givenUp });
   }
 
   /** The network or the visitor is back: do not sit out a long wait. */

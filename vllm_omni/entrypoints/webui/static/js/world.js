@@ -13,6 +13,7 @@ import { Link } from "./link.js";
 
 const MAX_LOOKUPS = 4; // several API server processes: a session is known to one of them, another attempt may reach it
 const RETRY_MS = 500;
+const MAX_GIVEN_UP = 2; // in one outage: a server that has failed twice is not followed again, or the page would never end
 
 export class World extends EventTarget {
   sessionId = null;
@@ -26,6 +27,8 @@ export class World extends EventTarget {
   #resumeId = null;
   #replaying = 0;
   #lookups = 0;
+  #givenUp = new Map(); // server -> times that the link has given it up since this world was last live
+  #isOutOfReach = false; // on a server that does not answer
   #count = 0;
   #notBefore = 0;
 
@@ -34,7 +37,10 @@ export class World extends EventTarget {
     this.#link = link;
     link.addEventListener("message", ({ detail }) => this.#take(detail.message));
     link.addEventListener("up", ({ detail }) => this.#greet(detail.hello));
-    link.addEventListener("down", () => this.#interrupt());
+    link.addEventListener("down", ({ detail: { givenUp = null } }) => {
+      if (givenUp !== null) this.#givenUp.set(givenUp, (this.#givenUp.get(givenUp) ?? 0) + 1);
+      this.#interrupt();
+    });
     link.addEventListener("refused", () => this.#interrupt());
   }
 
@@ -58,15 +64,17 @@ export class World extends EventTarget {
 
   /** Begin afresh: the next request carries the start image. */
   begin() {
-    if (this.sessionId !== null && (this.hasBegun || this.#pending.size > 0)) {
+    // this server answers `moved` to any message for a session that has moved away, also to `reset`
+    if (this.sessionId !== null && !this.#isOutOfReach && (this.hasBegun || this.#pending.size > 0)) {
       this.#link.send({ endpoint: "reset", session_id: this.sessionId, protocol_version: 1 });
     } else {
       this.sessionId = this.#link.hello.session_id;
     }
     this.#pending.clear();
+    this.#givenUp.clear();
     this.lastChunk = -1;
     this.#nextFrame = 0;
-    this.isHeld = false;
+    this.isHeld = this.#isOutOfReach = false;
   }
 
   /**
@@ -143,7 +151,9 @@ export class World extends EventTarget {
         this.#replaying = message.replayed;
         this.#lookups = 0;
         if (message.next_chunk_index <= this.lastChunk) this.#wentBack(message.next_chunk_index);
-        return this.#replaying === 0 ? this.#goOn() : undefined;
+        if (this.#replaying > 0) return undefined; // a server that has handed the session on may have some chunks left
+        this.#givenUp.clear();
+        return this.#goOn();
       default:
         return undefined; // done, reset, closed, and what later servers may say
     }
@@ -161,6 +171,7 @@ export class World extends EventTarget {
       }
       if (message.chunk_index > this.lastChunk && message.final) {
         this.lastChunk = message.chunk_index;
+        this.#givenUp.clear();
         this.#tell("chunk", { message, request });
         if (message.prompt_applied) {
           this.#tell("applied", { prompt: request.note.prompt, frame: this.#nextFrame - message.chunk_frames });
@@ -193,11 +204,16 @@ export class World extends EventTarget {
 
   // -- after a loss ---------------------------------------------------------------------------------------------------
 
-  /** The world goes on on another server. What is pending is asked for there again. */
+  /** The world goes on on another server. What is pending is asked for there again. It is lost with a server that is dead. */
   #moved(message) {
     if (message.session_id !== undefined && message.session_id !== this.sessionId) return;
     if (!this.#link.isUp) return;
-    this.#link.follow(message.server, message.url ?? null, this.sessionId);
+    if ((this.#givenUp.get(message.server) ?? 0) >= MAX_GIVEN_UP) {
+      this.#isOutOfReach = true;
+      this.#trouble({ ...message, message: `it moved to the server '${message.server}', which does not answer` }, true);
+    } else {
+      this.#link.follow(message.server, message.url ?? null, this.sessionId);
+    }
   }
 
   #interrupt() {
