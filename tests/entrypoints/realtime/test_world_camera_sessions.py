@@ -3,6 +3,7 @@
 resuming, branches and capacity.
 """
 
+import socket
 from collections.abc import Callable
 
 import numpy as np
@@ -16,7 +17,7 @@ from helpers.fake_engine import (
     infer,
     numbers,
 )
-from helpers.waits import pause, wait_until
+from helpers.waits import pause, seconds, wait_until
 
 MakeEndpoint = Callable[..., EndpointServer]
 
@@ -180,6 +181,28 @@ def test_a_full_server_refuses_at_once_and_accepts_again_after_a_disconnect(
             third.send(infer())
             third.frames()
     wait_until(lambda: len(engine.worlds) == 2)
+
+
+def test_a_session_whose_connection_broke_is_not_evicted_at_once(
+    make_endpoint: MakeEndpoint, engine: FakeEngine
+) -> None:
+    """For `reconnect_grace_s`, its client can reconnect and continue on a full server."""
+    endpoint = make_endpoint(info={"max_sessions": 1}, reconnect_grace_s=seconds(1.5))
+    broken = endpoint.client()
+    broken.send(infer(session_id="a"))
+    broken.frames()
+    broken.connection.socket.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: not any(session.connections for session in endpoint.manager.sessions()))
+    with endpoint.client() as other:
+        assert other.request(infer(session_id="b"))["code"] == "capacity"
+    with endpoint.client() as again:
+        again.send(infer(LATER, session_id="a", image=None))
+        assert again.frames()[0]["chunk_index"] == 1
+        again.connection.socket.shutdown(socket.SHUT_RDWR)
+    with endpoint.client() as other:
+        wait_until(lambda: endpoint.manager.has_room)
+        other.send(infer(session_id="b"))
+        other.frames()
 
 
 def test_a_new_session_waits_until_the_old_one_is_freed(

@@ -64,6 +64,10 @@ class Connection:
         self._idle_limit: asyncio.Timeout | None = None
         self._writer = writer_of(websocket.scope)
         self._closed = False
+        self.is_closed_normally = False
+        """Whether the client has closed the connection with code 1000, which says that it is done
+        with it. Broken connections and pages that are left have other codes.
+        """
         self._failure: EndpointError | None = None
         self._fail_by_s = 0.0
         self._strikes: deque[float] = deque(maxlen=max_strikes)
@@ -146,6 +150,7 @@ class Connection:
                 raise ClientDisconnected from None
         if message["type"] == "websocket.disconnect":
             self._closed = True
+            self.is_closed_normally = message.get("code") == WebSocketCloseCode.NORMAL
             raise ClientDisconnected
         self._count_arrival()
         data = message.get("bytes")

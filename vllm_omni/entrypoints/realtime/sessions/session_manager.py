@@ -70,7 +70,8 @@ class SessionManager:
 
     A session that has been idle for `session_idle_s` is closed. If its client sends pings, the
     limit is `pinged_session_idle_s` instead. A new session may evict the least recently used
-    session that has no connection or is kept open only by pings.
+    session that has no connection, unless its connection has just broken, or that is kept open
+    only by pings.
 
     Args:
         engine: Interface for engine requests.
@@ -277,6 +278,11 @@ class SessionManager:
         if session.is_busy or time.monotonic() < session.protected_until_s:
             return False
         return not session.connections or session.idle_s >= self.info.session_idle_s
+
+    def await_reconnection(self, session: Session) -> None:
+        """Do not evict a session while its client may reconnect after a broken connection."""
+        grace_s = min(self.limits.reconnect_grace_s, self.info.session_idle_s)
+        session.protected_until_s = max(session.protected_until_s, time.monotonic() + grace_s)
 
     def _make_room(self) -> None:
         for session in self._sessions.values():  # least recently used first

@@ -119,6 +119,8 @@ class _Client(ConnectionHandler):
             session = self.manager.find(key)
             if session is not None:
                 session.connections.discard(self)
+                if not self.connection.is_closed_normally:
+                    self.manager.await_reconnection(session)
 
     @property
     def follows_moves(self) -> bool:
