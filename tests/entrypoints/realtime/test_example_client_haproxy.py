@@ -40,7 +40,8 @@ def test_walks_continue_when_the_proxy_is_killed_and_started_again(
     """
     image = tmp_path / "start.png"
     Image.new("RGB", (WIDTH, HEIGHT), (90, 120, 60)).save(image)
-    fleet = Fleet(null_world, tmp_path)
+    # All sessions fit on one server, because a name whose server is full leads to the other one.
+    fleet = Fleet(null_world, tmp_path, max_sessions=4)
     try:
         expected = start_walk(fleet, image, tmp_path / "expected.npy")
         _, text = expected.communicate(timeout=seconds(120))

@@ -27,8 +27,8 @@ pytestmark = [needs_haproxy, pytest.mark.nightly]
 class Fleet:
     """Two servers, `a` and `b`, with a proxy in front of them."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
-        self._model, self._folder = model, folder
+    def __init__(self, model: Path, folder: Path, max_sessions: int = MAX_SESSIONS) -> None:
+        self._model, self._folder, self._max_sessions = model, folder, max_sessions
         self._stack = ExitStack()
         self.servers: dict[str, Served] = {}
         for name in "ab":
@@ -39,7 +39,7 @@ class Fleet:
 
     def start(self, name: str) -> None:
         """Start a server. If it was started before, it uses the same port."""
-        omni = {"height": HEIGHT, "width": WIDTH, "max_sessions": MAX_SESSIONS}
+        omni = {"height": HEIGHT, "width": WIDTH, "max_sessions": self._max_sessions}
         omni |= {"server_name": name, "drain_snapshot_dir": str(self._folder / f"kept-{name}")}
         before = self.servers.get(name)
         folder = self._folder / f"{name}-{'first' if before is None else 'next'}"
