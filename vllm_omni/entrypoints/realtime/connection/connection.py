@@ -64,9 +64,9 @@ class Connection:
         self._idle_limit: asyncio.Timeout | None = None
         self._writer = writer_of(websocket.scope)
         self._closed = False
-        self.is_closed_normally = False
-        """Whether the client has closed the connection with code 1000, which says that it is done
-        with it. Broken connections and pages that are left have other codes.
+        self.is_broken = False
+        """Whether the connection has ended although neither the server nor the client, with code
+        1000, has closed it.
         """
         self._failure: EndpointError | None = None
         self._fail_by_s = 0.0
@@ -149,8 +149,8 @@ class Connection:
             except RuntimeError:  # Starlette: already disconnected
                 raise ClientDisconnected from None
         if message["type"] == "websocket.disconnect":
+            self.is_broken = not self._closed and message.get("code") != WebSocketCloseCode.NORMAL
             self._closed = True
-            self.is_closed_normally = message.get("code") == WebSocketCloseCode.NORMAL
             raise ClientDisconnected
         self._count_arrival()
         data = message.get("bytes")

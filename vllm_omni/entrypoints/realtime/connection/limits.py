@@ -36,7 +36,7 @@ class EndpointLimits(msgspec.Struct, frozen=True, kw_only=True):
     reconnect_grace_s: Seconds = 15.0
     """Time in seconds during which a session whose connection broke is not evicted for a new
     session, so that its client can reconnect. The time is at most `omni.session_idle_s`. It does
-    not apply if the client closes the connection with code 1000. Default: 15.
+    not apply if the server or, with code 1000, the client closes the connection. Default: 15.
     """
     send_deadline_s: Seconds = 3.0
     """Time limit in seconds for the network to accept a reply. A connection that exceeds the limit

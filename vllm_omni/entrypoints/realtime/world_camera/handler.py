@@ -119,7 +119,7 @@ class _Client(ConnectionHandler):
             session = self.manager.find(key)
             if session is not None:
                 session.connections.discard(self)
-                if not self.connection.is_closed_normally:
+                if self.connection.is_broken:
                     self.manager.await_reconnection(session)
 
     @property
