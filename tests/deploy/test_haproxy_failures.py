@@ -105,7 +105,7 @@ def test_an_http_2_request_that_reached_a_server_is_not_repeated(tmp_path: Path)
                 assert status == 502 and b"server_failed" in body
                 assert sum(len(server.slow) for server in cluster.servers) == 1
                 for server in cluster.servers:
-                    server.slow.clear()
+                    server.seen.clear()
             assert not client.reset
 
     async def scenario() -> None:

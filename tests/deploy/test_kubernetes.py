@@ -185,8 +185,8 @@ def test_configure_writes_each_server_in_all_places() -> None:
         assert f"{line} track servers/x-{number} resolvers cluster\n" in text
         is_down = f"-m str x-{number} }} !{{ srv_is_up(servers/x-{number}) }}\n"
         assert f"set-var(txn.is_down) bool(true) if {{ var(txn.server) {is_down}" in text
-        assert (
-            f"set-var(txn.alive) str(x-{number}) if {{ srv_is_up(servers/x-{number}) }}\n" in text
-        )
+        serves_page = "if is_page !has_room !is_named !is_addressed"
+        is_up = f"{{ srv_is_up(servers/x-{number}) }}\n"
+        assert f"set-var(txn.server) str(x-{number}) {serves_page} {is_up}" in text
     with pytest.raises(ValueError, match="five places"):
         configure(text, {"y": "h:1"})

@@ -17,7 +17,6 @@ class EchoServer:
         self.name, self.status = name, "ready"
         self.videos: set[str] = set()
         self.seen: list[web.Request] = []
-        self.slow: list[web.Request] = []
         self.cancelled = 0
         self.sockets: list[web.WebSocketResponse] = []
         self.num_pings, self.num_refused = 0, 0
@@ -27,6 +26,11 @@ class EchoServer:
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
+
+    @property
+    def slow(self) -> list[web.Request]:
+        """Requests to `/v1/slow` that the server has received."""
+        return [request for request in self.seen if request.path == "/v1/slow"]
 
     async def start(self) -> None:
         """Start listening. After `die`, the server listens on the same port again."""
@@ -78,7 +82,6 @@ class EchoServer:
     async def _slow(self, request: web.Request) -> web.Response:
         try:
             self.seen.append(request)
-            self.slow.append(request)
             await exactly_in_task(30)
         except asyncio.CancelledError:
             self.cancelled += 1

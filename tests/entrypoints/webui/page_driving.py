@@ -12,6 +12,14 @@ STATUS = "document.querySelector('#status').textContent"
 STALLS = f"{PARTS}.then(({{ app }}) => app.player.numStalls)"
 
 
+def enter_key(page: Page, key: str) -> None:
+    """Enter an API key in the dialog that asks for it."""
+    page.wait_for("document.querySelector('#key-dialog').open")
+    page.run("document.querySelector('#key-dialog input').focus()")
+    page.write(key)
+    page.click("#key-dialog .main")
+
+
 def start_now(page: Page) -> None:
     """Start a session with the panel's defaults and wait for the first image."""
     page.click("#start .main")

@@ -21,6 +21,7 @@ from browser import Browser, Page
 from helpers.served import AUTHORIZED, KEY, SIZES, Served
 from helpers.snapshot_steps import PLAY
 from helpers.waits import seconds, wait_until
+from page_driving import enter_key
 from PIL import Image
 
 from vllm_omni.actions import ActionFrame
@@ -92,10 +93,7 @@ def test_the_page_plays_the_world_and_the_recording_runs_again(
     recording produces frames identical to the original ones.
     """
     with browser.page(f"http://127.0.0.1:{played.port}/omni/") as page:
-        page.wait_for("document.querySelector('#key-dialog').open")
-        page.run("document.querySelector('#key-dialog input').focus()")
-        page.write(KEY)
-        page.click("#key-dialog .main")
+        enter_key(page, KEY)
         page.wait_for("document.body.dataset.link === 'up'")
         page.click("#start .main")
         page.wait_for(HAS_IMAGE, 60)

@@ -15,6 +15,7 @@ from browser import Browser, Page
 from fastapi import FastAPI
 from helpers.instant_engine import InstantEngine, Results
 from helpers.uvicorn_thread import serving
+from page_driving import enter_key
 
 from vllm_omni.entrypoints.limits.access import BrowserAccess
 from vllm_omni.entrypoints.openai.limits import MediaLimits
@@ -156,10 +157,7 @@ def test_a_refusal_shows_the_error_of_the_server(open_page: Any) -> None:
 def test_the_page_asks_for_the_key(open_page: Any) -> None:
     """The page asks for the API key and works once the key has been entered."""
     page = open_page(IMAGES, ("sesame",))
-    page.wait_for("document.querySelector('#key-dialog').open")
-    page.run("document.querySelector('#key-dialog input').focus()")
-    page.write("sesame")
-    page.click("#key-dialog .main")
+    enter_key(page, "sesame")
     ready(page)
     create(page, "make", "a cat")
     assert page.wait_for(SIZE) == [64, 48]

@@ -17,7 +17,7 @@ from helpers.fake_engine import FakeEngine
 from helpers.fleets import TestFleet, live_sessions, migrate
 from helpers.served import KEY, family
 from helpers.waits import seconds, wait_until
-from page_driving import PARTS, STATUS
+from page_driving import PARTS, STATUS, enter_key
 from page_server import PageServer
 
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
@@ -232,10 +232,7 @@ def test_the_page_ends_an_outage_of_another_server(
     try:
         a, b = fleet["a"], fleet["b"]
         with browser.page(f"http://127.0.0.1:{a.port}/omni/") as page:
-            page.wait_for("document.querySelector('#key-dialog').open")
-            page.run("document.querySelector('#key-dialog input').focus()")
-            page.write(KEY)
-            page.click("#key-dialog .main")
+            enter_key(page, KEY)
             page.wait_for("document.body.dataset.link === 'up'")
             page.click("#start .main")
             page.wait_for("document.querySelector('#view').classList.contains('has-picture')", 60)

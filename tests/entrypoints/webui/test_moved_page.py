@@ -14,7 +14,7 @@ from helpers.fake_engine import FIRST, LATER
 from helpers.fleets import TestFleet, live_sessions, migrate
 from helpers.served import KEY, Served
 from helpers.waits import wait_until
-from page_driving import PARTS
+from page_driving import PARTS, enter_key
 
 pytestmark = pytest.mark.nightly
 
@@ -40,11 +40,8 @@ def fleet(null_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         fleet.stop()
 
 
-def enter_key(page: Page) -> None:
-    page.wait_for("document.querySelector('#key-dialog').open")
-    page.run("document.querySelector('#key-dialog input').focus()")
-    page.write(KEY)
-    page.click("#key-dialog .main")
+def log_in(page: Page) -> None:
+    enter_key(page, KEY)
     page.wait_for("document.body.dataset.link === 'up'")
 
 
@@ -65,7 +62,7 @@ def test_the_webrtc_page_follows_its_session(browser: Browser, fleet: TestFleet)
     """
     a, b = fleet["a"], fleet["b"]
     with browser.page(f"http://127.0.0.1:{a.port}/omni/webrtc.html") as page:
-        enter_key(page)
+        log_in(page)
         page.click("#begin")
         page.wait_for(f"{BRIGHTNESS} > 10", timeout_s=60)
         page.key("keyDown", "w")
@@ -87,7 +84,7 @@ def test_the_page_follows_its_world(browser: Browser, fleet: TestFleet) -> None:
     """
     a, b = fleet["a"], fleet["b"]
     with browser.page(f"http://127.0.0.1:{a.port}/omni/") as page:
-        enter_key(page)
+        log_in(page)
         page.run(
             f"{PARTS}.then(({{ app }}) => {{ window.chunks = []; window.trouble = [];"
             "app.world.addEventListener('chunk', (e) => window.chunks.push(e.detail.message.chunk_index));"  # noqa: E501

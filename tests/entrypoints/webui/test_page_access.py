@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from browser import Browser, Page
 from helpers.fake_engine import FakeEngine
-from page_driving import axes, later_chunks, press_enter, rest, start_now
+from page_driving import axes, enter_key, later_chunks, press_enter, rest, start_now
 from page_server import MakeServer, PageServer
 
 pytestmark = pytest.mark.nightly
@@ -23,10 +23,7 @@ def test_the_world_page_asks_for_the_key(
     server = make_server(keys=["sesame street"])
     with browser.page(server.url) as page:
         for text in ("wrong", "sesame street"):
-            page.wait_for("document.querySelector('#key-dialog').open")
-            page.run("document.querySelector('#key-dialog input').focus()")
-            page.write(text)
-            page.click("#key-dialog .main")
+            enter_key(page, text)
             if text == "wrong":
                 page.wait_for("!document.querySelector('#key-dialog .wrong').hidden")
         page.wait_for("document.body.dataset.link === 'up'")

@@ -21,6 +21,7 @@ from browser import Browser, Page
 from helpers.ports import port_for_a_server
 from helpers.quick_programs import start_server
 from helpers.waits import pause, seconds, wait_until
+from page_driving import enter_key
 from PIL import Image
 
 from vllm_omni.entrypoints.cli import demo
@@ -50,10 +51,7 @@ def served(village: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def page(browser: Browser, served: demo.ServerProcess) -> Iterator[Page]:
     """Yield the page after the API key has been entered."""
     with browser.page(f"http://127.0.0.1:{served.port}/omni/") as page:
-        page.wait_for("document.querySelector('#key-dialog').open")
-        page.run("document.querySelector('#key-dialog input').focus()")
-        page.write(KEY)
-        page.click("#key-dialog .main")
+        enter_key(page, KEY)
         page.wait_for("document.body.dataset.link === 'up'")
         yield page
         assert all("401" in error for error in page.errors), page.errors
