@@ -240,7 +240,7 @@ def test_without_any_server_requests_get_503(tmp_path: Path) -> None:
                 server.status = "capacity"
             await cluster.checked(0, 2)
             assert await statuses() == {"/health": 200, "/omni/ready": 503, "/v1/files": 503}
-            # The web page comes from a full server, and tells its reader that there is no room.
+            # The web page comes from a full server.
             for path in ("/", "/omni/", "/omni/app.js?v=1", "/v1/models", "/v1/omni/ticket"):
                 assert await cluster.status(path) == 201
             for server in cluster.servers:
